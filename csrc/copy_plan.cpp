@@ -1,0 +1,341 @@
+#include "copy_plan.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "check.h"
+#include "copy_plan_blocks.h"
+#include "copy_plan_geometry.h"
+
+namespace kvpush {
+namespace {
+
+// A stretch of a class's content: shape `shape`, of which the runs have grown to `length`.
+// Addresses are relative to the class's bases.
+struct Item {
+  std::uint64_t consumer = 0;
+  std::uint64_t producer = 0;
+  std::uint64_t length = 0;
+  std::uint32_t shape = 0;
+};
+
+// Shapes kept for each class, by token count. More than this many different counts come only from
+// odd pairs of block sizes; then they are made anew in each plan.
+constexpr std::size_t kMaxShapes = 1'024;
+constexpr std::uint32_t kNoShape = 0xFFFF'FFFFU;
+constexpr std::uint32_t kBlockShape = 0;
+
+// A class, and what is worked out for it once.
+struct PreparedClass {
+  GeometryClass geometry_class;
+  std::size_t matcher = 0;  // its block lists
+  std::vector<Shape> shapes;
+  std::vector<std::uint32_t> shape_of_tokens;  // by tokens within a page; kNoShape: not made yet
+  bool whole_blocks = false;                   // shapes[kBlockShape] is that of a whole block
+
+  std::uint32_t shape_for(std::uint32_t tokens) {
+    std::uint32_t& known = shape_of_tokens[tokens];
+    if (known == kNoShape) {
+      known = static_cast<std::uint32_t>(shapes.size());
+      shapes.push_back(geometry_class.geometry.page_shape(tokens));
+    }
+    return known;
+  }
+
+  void trim_shapes() {
+    if (shapes.size() <= kMaxShapes) return;
+    shapes.resize(1);
+    std::ranges::fill(shape_of_tokens, kNoShape);
+  }
+};
+
+// Reads runs while moving them to another base, so that a vector can take them in one piece.
+class MovedRuns {
+ public:
+  using iterator_category = std::random_access_iterator_tag;
+  using value_type = CopyRun;
+  using difference_type = std::ptrdiff_t;
+  using pointer = const CopyRun*;
+  using reference = CopyRun;
+
+  MovedRuns(const CopyRun* at, std::uint64_t local, std::uint64_t remote)
+      : at_(at), local_(local), remote_(remote) {}
+  CopyRun operator*() const {
+    return {at_->local_address + local_, at_->remote_address + remote_, at_->length};
+  }
+  MovedRuns& operator++() {
+    ++at_;
+    return *this;
+  }
+  MovedRuns& operator--() {
+    --at_;
+    return *this;
+  }
+  MovedRuns& operator+=(difference_type n) {
+    at_ += n;
+    return *this;
+  }
+  friend difference_type operator-(const MovedRuns& a, const MovedRuns& b) { return a.at_ - b.at_; }
+  bool operator==(const MovedRuns& other) const { return at_ == other.at_; }
+  bool operator!=(const MovedRuns& other) const { return at_ != other.at_; }
+
+ private:
+  const CopyRun* at_;
+  std::uint64_t local_;
+  std::uint64_t remote_;
+};
+
+Status out_of_range(const PreparedClass& entry, const char* side, std::uint64_t named,
+                    std::uint64_t num_blocks) {
+  return Status::error("layer '" + entry.geometry_class.layer + "': block id " +
+                       std::to_string(named - 1) + " of the " + side + " is out of range, it has " +
+                       std::to_string(num_blocks) + " blocks");
+}
+
+PreparedClass prepare(GeometryClass&& geometry_class) {
+  PreparedClass entry;
+  entry.geometry_class = std::move(geometry_class);
+  const PairGeometry& geometry = entry.geometry_class.geometry;
+  entry.whole_blocks = geometry.has_block_shape();
+  const std::uint32_t page =
+      std::min(geometry.consumer.tokens_per_page, geometry.producer.tokens_per_page);
+  entry.shapes.reserve(std::min<std::size_t>(page, kMaxShapes) + 1);
+  entry.shapes.push_back(entry.whole_blocks ? geometry.block_shape() : Shape{});
+  entry.shape_of_tokens.assign(std::size_t{page} + 1, kNoShape);
+  return entry;
+}
+
+GroupPairKey group_key(const PairGeometry& geometry) {
+  return {geometry.consumer.group, geometry.producer.group, geometry.consumer.tokens_per_block,
+          geometry.producer.tokens_per_block, geometry.state};
+}
+
+}  // namespace
+
+class CopyPlanner::Impl {
+ public:
+  Impl(std::vector<GeometryClass> classes, bool local_is_producer)
+      : local_is_producer_(local_is_producer) {
+    for (GeometryClass& geometry_class : classes) {
+      const GroupPairKey key = group_key(geometry_class.geometry);
+      auto found = std::ranges::find(matchers_, key, &BlockMatcher::key);
+      if (found == matchers_.end()) found = matchers_.insert(found, BlockMatcher(key));
+      classes_.push_back(prepare(std::move(geometry_class)));
+      classes_.back().matcher = static_cast<std::size_t>(found - matchers_.begin());
+    }
+  }
+
+  Status plan(TokenSpan span, const BlockTable& local, const BlockTable& remote,
+              StateRegions states, CopyPlan& out) {
+    const BlockTable& consumer = local_is_producer_ ? remote : local;
+    const BlockTable& producer = local_is_producer_ ? local : remote;
+    for (BlockMatcher& matcher : matchers_) {
+      if (matcher.key().state && states == StateRegions::kLeftOut) {
+        matcher.clear();
+        continue;
+      }
+      if (Status status = matcher.match(span, consumer, producer); !status.is_ok()) return status;
+    }
+    for (PreparedClass& entry : classes_) {
+      if (Status status = plan_class(entry, out); !status.is_ok()) return status;
+    }
+    return Status::ok();
+  }
+
+ private:
+  Status plan_class(PreparedClass& entry, CopyPlan& out) {
+    const BlockMatcher& matcher = matchers_[entry.matcher];
+    const PairGeometry& geometry = entry.geometry_class.geometry;
+    if (matcher.consumer_blocks_named() > geometry.consumer.num_blocks) {
+      return out_of_range(entry, "consumer", matcher.consumer_blocks_named(),
+                          geometry.consumer.num_blocks);
+    }
+    if (matcher.producer_blocks_named() > geometry.producer.num_blocks) {
+      return out_of_range(entry, "producer", matcher.producer_blocks_named(),
+                          geometry.producer.num_blocks);
+    }
+    if (matcher.overlaps().empty()) return Status::ok();
+    entry.trim_shapes();
+    make_items(entry, matcher.overlaps());
+    if (Status status = make_template(entry, out.runs.size()); !status.is_ok()) return status;
+    replay(entry, out);
+    const std::uint64_t pairs = entry.geometry_class.bases.size() * geometry.layers;
+    out.descriptors_before += matcher.overlaps().size() * geometry.components * pairs;
+    return Status::ok();
+  }
+
+  void make_items(PreparedClass& entry, const std::vector<Overlap>& overlaps) {
+    items_.clear();
+    const PairGeometry& geometry = entry.geometry_class.geometry;
+    const SideGeometry& to = geometry.consumer;
+    const SideGeometry& from = geometry.producer;
+    // No overlap is as large as this where blocks can't be taken whole.
+    const std::uint32_t whole = entry.whole_blocks ? to.tokens_per_block : kNoShape;
+    for (const Overlap& overlap : overlaps) {
+      const std::uint64_t consumer = overlap.consumer_block * to.block_stride;
+      const std::uint64_t producer = overlap.producer_block * from.block_stride;
+      if (overlap.tokens == whole) {
+        append(entry, {consumer, producer, entry.shapes[kBlockShape].length, kBlockShape});
+      } else {
+        append_pages(entry, overlap, consumer, producer);
+      }
+    }
+  }
+
+  // Cuts an overlap at the pages of both sides.
+  void append_pages(PreparedClass& entry, const Overlap& overlap, std::uint64_t consumer,
+                    std::uint64_t producer) {
+    const SideGeometry& to = entry.geometry_class.geometry.consumer;
+    const SideGeometry& from = entry.geometry_class.geometry.producer;
+    for (std::uint32_t done = 0; done < overlap.tokens;) {
+      const std::uint32_t to_token = overlap.consumer_token + done;
+      const std::uint32_t from_token = overlap.producer_token + done;
+      const std::uint32_t tokens =
+          std::min({overlap.tokens - done, to.tokens_per_page - to_token % to.tokens_per_page,
+                    from.tokens_per_page - from_token % from.tokens_per_page});
+      const std::uint32_t shape = entry.shape_for(tokens);
+      append(entry, {consumer + to.token_offset(to_token), producer + from.token_offset(from_token),
+                     entry.shapes[shape].length, shape});
+      done += tokens;
+    }
+  }
+
+  void append(const PreparedClass& entry, const Item& item) {
+    if (!items_.empty()) {
+      Item& last = items_.back();
+      if (last.consumer + last.length == item.consumer &&
+          last.producer + last.length == item.producer &&
+          (last.shape == item.shape ||
+           entry.shapes[last.shape].same_axes(entry.shapes[item.shape]))) {
+        last.length += item.length;
+        return;
+      }
+    }
+    items_.push_back(item);
+  }
+
+  // Spells out the items of one base. `before`: runs already in the plan.
+  Status make_template(const PreparedClass& entry, std::uint64_t before) {
+    template_.clear();
+    std::uint64_t runs = 0;
+    for (const Item& item : items_) {
+      const Shape& shape = entry.shapes[item.shape];
+      if (shape.axis_count == 0) {
+        ++runs;
+        add_run(item.consumer, item.producer, item.length);
+        continue;
+      }
+      runs += shape.runs();
+      if (before + runs * entry.geometry_class.bases.size() > kMaxRuns) break;
+      add_shape(item, shape);
+    }
+    if (before + runs * entry.geometry_class.bases.size() > kMaxRuns) {
+      return Status::error("layer '" + entry.geometry_class.layer + "': more than " +
+                           std::to_string(kMaxRuns) +
+                           " pieces to copy; plan fewer tokens at a time");
+    }
+    return Status::ok();
+  }
+
+  void add_shape(const Item& item, Shape shape) {
+    if (item.length != shape.length) {
+      shape.length = item.length;  // merged blocks may have become as long as the next axis is wide
+      shape.fold();
+    }
+    add_axes(shape, 0, item.consumer, item.producer);
+  }
+
+  // At most kMaxAxes deep.
+  void add_axes(const Shape& shape, std::size_t depth, std::uint64_t consumer,
+                std::uint64_t producer) {
+    if (depth == shape.axis_count) return add_run(consumer, producer, shape.length);
+    const Axis& axis = shape.axes[depth];
+    for (std::uint64_t i = 0; i < axis.extent; ++i) {
+      add_axes(shape, depth + 1, consumer + i * axis.consumer_stride,
+               producer + i * axis.producer_stride);
+    }
+  }
+
+  void add_run(std::uint64_t consumer, std::uint64_t producer, std::uint64_t length) {
+    if (local_is_producer_) {
+      template_.push_back({producer, consumer, length});
+    } else {
+      template_.push_back({consumer, producer, length});
+    }
+  }
+
+  void replay(const PreparedClass& entry, CopyPlan& out) {
+    const std::vector<Base>& bases = entry.geometry_class.bases;
+    const auto begin = static_cast<std::uint32_t>(out.runs.size());
+    const std::size_t size = out.runs.size() + template_.size() * bases.size();
+    if (size > out.runs.capacity()) out.runs.reserve(std::max(size, 2 * out.runs.capacity()));
+    const CopyRun* first = template_.data();
+    const CopyRun* last = first + template_.size();
+    for (const Base& base : bases) {
+      const std::uint64_t local = local_is_producer_ ? base.producer : base.consumer;
+      const std::uint64_t remote = local_is_producer_ ? base.consumer : base.producer;
+      out.runs.insert(out.runs.end(), MovedRuns(first, local, remote),
+                      MovedRuns(last, local, remote));
+    }
+    std::uint64_t bytes = 0;
+    for (const CopyRun& run : template_)
+      bytes += run.length;
+    out.bytes += bytes * bases.size();
+    add_batch(entry.geometry_class.geometry, begin, static_cast<std::uint32_t>(out.runs.size()),
+              out);
+  }
+
+  void add_batch(const PairGeometry& geometry, std::uint32_t begin, std::uint32_t end,
+                 CopyPlan& out) {
+    CopyPlan::Batch batch{geometry.producer_memory,
+                          geometry.producer_device,
+                          geometry.consumer_memory,
+                          geometry.consumer_device,
+                          begin,
+                          end};
+    if (!local_is_producer_) {
+      std::swap(batch.local_kind, batch.remote_kind);
+      std::swap(batch.local_device, batch.remote_device);
+    }
+    if (!out.batches.empty()) {
+      CopyPlan::Batch& last = out.batches.back();
+      if (last.local_kind == batch.local_kind && last.local_device == batch.local_device &&
+          last.remote_kind == batch.remote_kind && last.remote_device == batch.remote_device) {
+        last.end = end;
+        return;
+      }
+    }
+    out.batches.push_back(batch);
+  }
+
+  bool local_is_producer_;
+  std::vector<PreparedClass> classes_;
+  std::vector<BlockMatcher> matchers_;
+  std::vector<Item> items_;        // scratch
+  std::vector<CopyRun> template_;  // scratch: the runs of one class, relative to its bases
+};
+
+CopyPlanner::CopyPlanner(std::vector<Region> local, std::vector<Region> remote,
+                         std::vector<RegionPair> pairs, bool local_is_producer)
+    : pairs_(std::move(pairs)) {
+  const std::vector<Region>& producer = local_is_producer ? local : remote;
+  const std::vector<Region>& consumer = local_is_producer ? remote : local;
+  impl_ = std::make_unique<Impl>(make_classes(producer, consumer, pairs_), local_is_producer);
+}
+
+CopyPlanner::~CopyPlanner() = default;
+CopyPlanner::CopyPlanner(CopyPlanner&&) noexcept = default;
+CopyPlanner& CopyPlanner::operator=(CopyPlanner&&) noexcept = default;
+
+Status CopyPlanner::plan(TokenSpan span, const BlockTable& local_blocks,
+                         const BlockTable& remote_blocks, CopyPlan& out, StateRegions states) {
+  out.clear();
+  Status status = impl_->plan(span, local_blocks, remote_blocks, states, out);
+  if (!status.is_ok()) out.clear();
+  return status;
+}
+
+}  // namespace kvpush

@@ -1,0 +1,115 @@
+// Copy planning: from (regions, token span, block lists) of two ranks to the longest runs that are
+// contiguous on both sides. Pure: no transport, clock or thread; the same code whatever the two
+// sides' tensor-parallel sizes, block sizes and layouts are.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "memory.h"
+#include "region.h"
+#include "status.h"
+#include "types.h"
+
+namespace kvpush {
+
+// One region of the producer that feeds one region of the consumer, for global heads
+// [head_begin, head_end). State regions have an empty head range.
+struct RegionPair {
+  std::uint32_t producer_region = 0;  // index into the producer rank's list
+  std::uint32_t consumer_region = 0;  // index into the consumer rank's list
+  std::uint32_t head_begin = 0;
+  std::uint32_t head_end = 0;
+  bool operator==(const RegionPair&) const = default;
+};
+
+// Which rank writes what: pairs(p, c) lists what producer rank p sends to consumer rank c. Every
+// (layer, head) of every consumer rank is covered exactly once; where several producers hold the
+// same bytes (GQA heads replicated, MLA), the choice spreads the load and is the same on all ranks.
+class Assignment {
+ public:
+  Assignment(std::size_t producers, std::size_t consumers)
+      : consumers_(consumers), pairs_(producers * consumers) {}
+  const std::vector<RegionPair>& pairs(std::size_t producer, std::size_t consumer) const {
+    return pairs_[producer * consumers_ + consumer];
+  }
+  std::vector<RegionPair>& pairs(std::size_t producer, std::size_t consumer) {
+    return pairs_[producer * consumers_ + consumer];
+  }
+
+ private:
+  std::size_t consumers_;
+  std::vector<std::vector<RegionPair>> pairs_;
+};
+
+// Refuses what can't be mapped in full; the error names the layer, the field and both values.
+Result<Assignment> assign_writers(std::span<const std::vector<Region>> producers,
+                                  std::span<const std::vector<Region>> consumers);
+
+// What plan() makes: runs grouped into batches that share memory kinds. Reused from call to call,
+// so that a steady state allocates nothing.
+struct CopyPlan {
+  struct Batch {
+    MemoryKind local_kind = MemoryKind::kHost;
+    std::uint32_t local_device = 0;
+    MemoryKind remote_kind = MemoryKind::kHost;
+    std::uint32_t remote_device = 0;
+    std::uint32_t begin = 0;  // runs [begin, end)
+    std::uint32_t end = 0;
+  };
+  std::vector<CopyRun> runs;
+  std::vector<Batch> batches;
+  std::uint64_t bytes = 0;
+  // Descriptors without coalescing: one for each (block pair, region pair, component).
+  std::uint64_t descriptors_before = 0;
+
+  void clear() {
+    runs.clear();
+    batches.clear();
+    bytes = 0;
+    descriptors_before = 0;
+  }
+};
+
+// The most runs in one plan: 384 MiB of them. Reached only where layouts differ so much that every
+// token of a very long request goes alone; a shorter span then fits.
+constexpr std::uint64_t kMaxRuns = std::uint64_t{1} << 24;
+
+// Whether a plan takes in the state regions: they change until the prefill ends, so a plan for an
+// early part of the tokens leaves them out.
+enum class StateRegions : std::uint8_t { kCopied = 0, kLeftOut = 1 };
+
+// Plans copies between this rank and one peer. Built once per peer, when the two meet.
+// Thread: any one at a time (it holds scratch memory).
+class CopyPlanner {
+ public:
+  // `local_is_producer` says which side of each pair is local. The pairs must come from
+  // assign_writers() on the same regions.
+  CopyPlanner(std::vector<Region> local, std::vector<Region> remote, std::vector<RegionPair> pairs,
+              bool local_is_producer);
+  ~CopyPlanner();
+  CopyPlanner(CopyPlanner&&) noexcept;
+  CopyPlanner& operator=(CopyPlanner&&) noexcept;
+
+  // Leaves `out` empty on error: a plan is whole or refused. `out` is cleared first.
+  // Tokens of `span` whose block is a hole on the consumer's side, or lies before its first_block,
+  // are not needed and are skipped; a consumer's list that ends before the span does is an error.
+  // So is a hole or a missing block on the producer's side under a needed token, and any block id
+  // out of range on either side. State regions ignore the span: every consumer block that is not a
+  // hole gets the producer's block of the same index.
+  // The runs of a layer come in rising order of the consumer's addresses, as far as they are equal
+  // in shape. A block named twice on the consumer's side is written twice: callers refuse those.
+  Status plan(TokenSpan span, const BlockTable& local_blocks, const BlockTable& remote_blocks,
+              CopyPlan& out, StateRegions states = StateRegions::kCopied);
+
+  const std::vector<RegionPair>& pairs() const noexcept { return pairs_; }
+
+ private:
+  class Impl;
+  std::vector<RegionPair> pairs_;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvpush

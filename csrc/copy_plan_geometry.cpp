@@ -1,0 +1,216 @@
+#include "copy_plan_geometry.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "check.h"
+
+namespace kvpush {
+namespace {
+
+SideGeometry side_geometry(const Region& region, std::uint64_t element_bytes) {
+  SideGeometry side;
+  side.memory = region.memory;
+  side.device = region.device;
+  side.group = region.group;
+  side.num_blocks = region.num_blocks;
+  side.block_stride = region.block_stride;
+  if (region.kind == RegionKind::kState) return side;
+  side.tokens_per_block = region.tokens_per_block;
+  side.tokens_per_page = region.tokens_per_page;
+  side.page_stride = region.page_stride;
+  side.token_stride = region.token_stride;
+  side.head_stride = region.head_stride;
+  // Packed content, seen as components, has them one after the other.
+  side.component_stride = region.components == 1 ? element_bytes : region.component_stride;
+  // Different words for one layout must give one class: pages that make no difference are taken
+  // away, and so are the strides of axes that have one point only.
+  if (side.tokens_per_page == 1) side.token_stride = side.page_stride;
+  if (side.page_stride == side.tokens_per_page * side.token_stride) {
+    side.tokens_per_page = side.tokens_per_block;
+  }
+  if (side.tokens_per_page == side.tokens_per_block) side.page_stride = 0;
+  if (side.tokens_per_block == 1) side.token_stride = 0;
+  return side;
+}
+
+PairGeometry pair_geometry(const Region& producer, const Region& consumer, const RegionPair& pair) {
+  PairGeometry geometry;
+  geometry.state = consumer.kind == RegionKind::kState;
+  if (geometry.state) {
+    geometry.element_bytes = consumer.state_bytes;
+  } else {
+    geometry.element_bytes = std::min(producer.element_bytes, consumer.element_bytes);
+    geometry.components = std::max(producer.components, consumer.components);
+    geometry.heads = pair.head_end - pair.head_begin;
+  }
+  geometry.consumer = side_geometry(consumer, geometry.element_bytes);
+  geometry.producer = side_geometry(producer, geometry.element_bytes);
+  if (geometry.components == 1) {
+    geometry.consumer.component_stride = geometry.producer.component_stride = 0;
+  }
+  if (geometry.heads == 1) geometry.consumer.head_stride = geometry.producer.head_stride = 0;
+  geometry.consumer_memory = consumer.memory;
+  geometry.consumer_device = consumer.device;
+  geometry.producer_memory = producer.memory;
+  geometry.producer_device = producer.device;
+  return geometry;
+}
+
+std::uint64_t first_byte(const Region& region, const RegionPair& pair) {
+  if (region.kind == RegionKind::kState) return region.base;
+  return region.base + (pair.head_begin - region.first_head) * region.head_stride;
+}
+
+void check_pair(const Region& producer, const Region& consumer, const RegionPair& pair) {
+  KVPUSH_CHECK(producer.kind == consumer.kind, "a region pair joins regions of one kind");
+  if (consumer.kind == RegionKind::kState) return;
+  const auto covers = [&](const Region& region) {
+    return pair.head_begin >= region.first_head &&
+           pair.head_end <= region.first_head + region.heads;
+  };
+  KVPUSH_CHECK(pair.head_begin < pair.head_end && covers(producer) && covers(consumer),
+               "a region pair's heads are held by both of its regions");
+}
+
+// Whether seeing the layers as one more axis makes longer runs.
+bool layers_join(const PairGeometry& one, const PairGeometry& joined) {
+  const std::uint32_t page = std::min(one.consumer.tokens_per_page, one.producer.tokens_per_page);
+  if (joined.page_shape(page).runs() < joined.layers * one.page_shape(page).runs()) return true;
+  return one.has_block_shape() &&
+         joined.block_shape().runs() < joined.layers * one.block_shape().runs();
+}
+
+// Splits one class into runs of layers that lie at equal distances on both sides.
+void join_layers(GeometryClass&& all, std::vector<GeometryClass>& out) {
+  std::ranges::sort(all.bases, {}, &Base::consumer);
+  std::map<PairGeometry, std::vector<Base>> joined;
+  const std::vector<Base>& bases = all.bases;
+  for (std::size_t i = 0; i < bases.size();) {
+    std::size_t end = i + 1;
+    std::uint64_t stride = 0;
+    if (end < bases.size()) stride = bases[end].consumer - bases[i].consumer;
+    while (end < bases.size() && stride != 0 &&
+           bases[end].consumer - bases[end - 1].consumer == stride &&
+           bases[end].producer - bases[end - 1].producer == stride) {
+      ++end;
+    }
+    PairGeometry geometry = all.geometry;
+    geometry.layers = static_cast<std::uint32_t>(end - i);
+    geometry.layer_stride = stride;
+    if (geometry.layers > 1 && layers_join(all.geometry, geometry)) {
+      joined[geometry].push_back(bases[i]);
+      i = end;
+    } else {
+      joined[all.geometry].push_back(bases[i]);
+      ++i;
+    }
+  }
+  for (auto& [geometry, starts] : joined)
+    out.push_back({geometry, std::move(starts), all.layer});
+}
+
+}  // namespace
+
+std::uint64_t Shape::runs() const noexcept {
+  std::uint64_t count = 1;
+  for (std::size_t i = 0; i < axis_count; ++i)
+    count *= axes[i].extent;
+  return count;
+}
+
+bool Shape::same_axes(const Shape& other) const noexcept {
+  return axis_count == other.axis_count &&
+         std::equal(axes.begin(), axes.begin() + static_cast<std::ptrdiff_t>(axis_count),
+                    other.axes.begin());
+}
+
+void Shape::fold() noexcept {
+  for (std::size_t i = 0; i < axis_count;) {
+    const Axis axis = axes[i];
+    if (axis.consumer_stride != length || axis.producer_stride != length) {
+      ++i;
+      continue;
+    }
+    length *= axis.extent;
+    std::copy(axes.begin() + static_cast<std::ptrdiff_t>(i) + 1,
+              axes.begin() + static_cast<std::ptrdiff_t>(axis_count),
+              axes.begin() + static_cast<std::ptrdiff_t>(i));
+    --axis_count;
+    i = 0;
+  }
+}
+
+Shape collapse(std::uint64_t element_bytes, std::span<const Axis> axes) noexcept {
+  Shape shape;
+  shape.length = element_bytes;
+  for (const Axis& axis : axes) {
+    if (axis.extent == 1) continue;
+    std::size_t place = shape.axis_count++;
+    for (; place > 0 && shape.axes[place - 1].consumer_stride < axis.consumer_stride; --place) {
+      shape.axes[place] = shape.axes[place - 1];
+    }
+    shape.axes[place] = axis;
+  }
+  shape.fold();
+  return shape;
+}
+
+Shape PairGeometry::page_shape(std::uint32_t tokens) const noexcept {
+  const std::array axes{
+      Axis{tokens, consumer.token_stride, producer.token_stride},
+      Axis{components, consumer.component_stride, producer.component_stride},
+      Axis{heads, consumer.head_stride, producer.head_stride},
+      Axis{layers, layer_stride, layer_stride},
+  };
+  return collapse(element_bytes, axes);
+}
+
+bool PairGeometry::has_block_shape() const noexcept {
+  return equal_blocks() && (consumer.tokens_per_page == producer.tokens_per_page ||
+                            consumer.tokens_per_page == consumer.tokens_per_block ||
+                            producer.tokens_per_page == producer.tokens_per_block);
+}
+
+Shape PairGeometry::block_shape() const noexcept {
+  const std::uint32_t page = std::min(consumer.tokens_per_page, producer.tokens_per_page);
+  // A side without pages is seen as if it had the other's.
+  const auto page_stride = [page](const SideGeometry& side) {
+    return side.tokens_per_page == page ? side.page_stride : page * side.token_stride;
+  };
+  const std::array axes{
+      Axis{consumer.tokens_per_block / page, page_stride(consumer), page_stride(producer)},
+      Axis{page, consumer.token_stride, producer.token_stride},
+      Axis{components, consumer.component_stride, producer.component_stride},
+      Axis{heads, consumer.head_stride, producer.head_stride},
+      Axis{layers, layer_stride, layer_stride},
+  };
+  return collapse(element_bytes, axes);
+}
+
+std::vector<GeometryClass> make_classes(std::span<const Region> producer,
+                                        std::span<const Region> consumer,
+                                        std::span<const RegionPair> pairs) {
+  std::map<PairGeometry, GeometryClass> found;
+  for (const RegionPair& pair : pairs) {
+    KVPUSH_CHECK(pair.producer_region < producer.size() && pair.consumer_region < consumer.size(),
+                 "a region pair names regions that exist");
+    const Region& from = producer[pair.producer_region];
+    const Region& to = consumer[pair.consumer_region];
+    check_pair(from, to, pair);
+    const PairGeometry geometry = pair_geometry(from, to, pair);
+    GeometryClass& entry = found[geometry];
+    if (entry.bases.empty()) {
+      entry.geometry = geometry;
+      entry.layer = to.layer;
+    }
+    entry.bases.push_back({first_byte(to, pair), first_byte(from, pair)});
+  }
+  std::vector<GeometryClass> classes;
+  for (auto& [geometry, entry] : found)
+    join_layers(std::move(entry), classes);
+  return classes;
+}
+
+}  // namespace kvpush

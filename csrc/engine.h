@@ -1,0 +1,207 @@
+// Engine: joins the rendezvous, the planner and the poster over a Transport.
+//
+// Commands from Python go in through handle(), time passes in tick(), events for Python come out of
+// take_events(). Loop thread only; nothing here blocks, and a tick does a bounded amount of work.
+// It owns no thread and reads no clock but the one it was given, so the simulator drives it as it is.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "clock.h"
+#include "consumer.h"
+#include "copy_plan.h"
+#include "device_fence.h"
+#include "peer_info.h"
+#include "peering.h"
+#include "poster.h"
+#include "producer.h"
+#include "transport.h"
+
+namespace kvpush {
+
+struct EngineConfig {
+  ConsumerConfig consumer;
+  ProducerConfig producer;
+  PosterConfig poster;
+  DurationNs keepalive = kSecond;
+  // Silence after which a peer counts as lost; ten keepalives, so that a busy host is not taken for
+  // a dead one.
+  DurationNs peer_timeout = 10 * kSecond;
+  // Added to peer_timeout before a lost writer's blocks are given back: covers one part being posted
+  // (milliseconds) and clocks that run at slightly different rates.
+  DurationNs fence_margin = 2 * kSecond;
+  DurationNs hello_resend = 2 * kSecond;
+  std::size_t max_peers = 4'096;  // ranks; each costs some hundred KB of geometry
+};
+
+// --- what goes in -------------------------------------------------------------------------------
+
+// Meet these producer ranks. Answered by one ConnectResult with the same id.
+struct ConnectCommand {
+  std::uint64_t id = 0;
+  std::vector<PeerTarget> targets;
+  TimeNs deadline = 0;
+};
+struct RevokeCommand {
+  Ticket ticket = 0;
+};
+// Makes or grows an offer once `event` has completed.
+struct FencedOfferCommand {
+  OfferCommand offer;
+  DeviceEvent event = 0;
+};
+struct WithdrawCommand {
+  Ticket ticket = 0;
+  Reason reason = Reason::kNone;
+  bool has_key = false;  // say it under the key too: the ticket may never have been offered
+  TransferKey key;
+};
+struct ShutdownCommand {};
+
+using Command = std::variant<ConnectCommand, GrantCommand, RevokeCommand, FencedOfferCommand,
+                             WithdrawCommand, ShutdownCommand>;
+
+// --- what comes out -----------------------------------------------------------------------------
+
+struct ConnectResult {
+  std::uint64_t id = 0;
+  bool timed_out = false;
+  Status status;
+};
+struct PeerLostEvent {
+  Session session = 0;
+  std::string why;
+};
+using EngineEvent = std::variant<EndAction, PeerLostEvent, ConnectResult>;
+
+// Sizes of tables, all zero at rest, then totals since the start.
+struct EngineCounters {
+  std::uint64_t grants_live = 0;
+  std::uint64_t offers_live = 0;
+  std::uint64_t served_live = 0;
+  std::uint64_t handles_in_flight = 0;
+  std::uint64_t posts_queued = 0;
+  std::uint64_t fences_waiting = 0;
+
+  std::uint64_t peers = 0;
+
+  std::uint64_t transfers_received = 0;
+  std::uint64_t transfers_sent = 0;
+  std::uint64_t transfers_failed = 0;
+  std::uint64_t bytes_written = 0;
+  std::uint64_t descriptors_planned = 0;
+  std::uint64_t descriptors_posted = 0;
+  std::uint64_t writes_posted = 0;
+  std::uint64_t messages_received = 0;
+  std::uint64_t messages_dropped = 0;
+  std::uint64_t peers_lost = 0;
+};
+
+// How soon the loop must look again.
+enum class Activity : std::uint8_t {
+  kIdle = 0,     // nothing is live: only a message from a peer can change that
+  kWaiting = 1,  // something is live and waits for a peer
+  kBusy = 2,     // handles are in flight, or something has just happened
+};
+
+class Engine {
+ public:
+  // All references must outlive the engine. `self` describes this rank, metadata included.
+  Engine(Transport& transport, const Clock& clock, DeviceFence& fence, EngineConfig config,
+         PeerInfo self);
+
+  void handle(Command command);
+  Activity tick();
+  // Moves the events since the last call into `out`.
+  void take_events(std::vector<EngineEvent>& out);
+  EngineCounters counters() const;
+
+  // After ShutdownCommand: true when nothing of this rank can be written or read any more.
+  bool drained() const;
+  // Tells every peer that this rank is gone and writes no more. Call when drained.
+  void say_goodbye();
+
+ private:
+  struct Peer {
+    std::string name;
+    PeerInfo info;
+    TimeNs last_heard = 0;
+    TimeNs last_sent = 0;
+    // We are its consumer.
+    bool greeted = false;  // HELLO sent
+    bool welcomed = false;
+    HelloMessage hello;
+    TimeNs hello_sent = 0;
+    // It is our consumer.
+    std::unique_ptr<CopyPlanner> planner;
+    std::uint32_t fan_out = 1;
+  };
+
+  // Commands.
+  void on(ConnectCommand command);
+  void on(GrantCommand command);
+  void on(RevokeCommand command);
+  void on(FencedOfferCommand command);
+  void on(WithdrawCommand command);
+  void on(ShutdownCommand command);
+  Status greet(PeerTarget& target);
+  void end_connect(std::uint64_t id, bool timed_out, Status status);
+  void settle_connects();
+  void fail_connects(Session session, const Status& why);
+
+  // Messages.
+  bool receive();
+  bool dispatch(const Notification& notification);
+  bool on_message(Session from, HelloMessage& message, const std::string& claimed_name);
+  bool on_message(Session from, const WelcomeMessage& message);
+  bool on_message(Session from, const RefuseMessage& message);
+  bool on_message(Session from, GrantMessage& message);
+  Status admit(const PeerInfo& info, HelloMessage& message, const std::string& claimed_name);
+
+  // Actions.
+  void run_actions();
+  void run(SendAction& action);
+  void run(PostAction& action);
+  void run(EndAction& action);
+  void run(DropPeerAction& action);
+  void send(Session to, const MessageBody& body);
+  void lose_peer(Session session, const std::string& why, bool writes_no_more);
+
+  // Ticks.
+  bool step_posts();
+  bool open_fences();
+  void deliver(OfferCommand offer);
+  void tick_timers();
+  void tick_peers();
+
+  Transport& transport_;
+  const Clock& clock_;
+  DeviceFence& fence_;
+  EngineConfig config_;
+  PeerInfo self_;
+
+  Consumer consumer_;
+  Producer producer_;
+  Poster poster_;
+
+  std::map<Session, Peer> peers_;
+  std::map<std::uint64_t, ConnectCommand> connecting_;
+  std::deque<FencedOfferCommand> fences_;
+  std::deque<Action> actions_;
+  std::vector<EngineEvent> events_;
+  std::vector<Notification> inbox_;  // scratch
+  std::vector<PostEnded> ended_;     // scratch
+  Actions scratch_;
+  EngineCounters totals_;
+  TimeNs next_timers_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace kvpush

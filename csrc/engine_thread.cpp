@@ -1,0 +1,192 @@
+#include "engine_thread.h"
+
+#include <sys/prctl.h>
+
+#include <utility>
+
+namespace kvpush {
+
+namespace {
+// The kernel may delay a nap by this much; its default of 50 us is longer than our naps.
+constexpr unsigned long kTimerSlackNs = 1'000;
+// After GOODBYE, time for the transport to put it on the wire (NIXL sends while it is polled).
+constexpr DurationNs kGoodbyeFlush = 20 * kMillisecond;
+}  // namespace
+
+EngineThread::~EngineThread() { shutdown(0); }
+
+Status EngineThread::start(TransportFactory factory, std::unique_ptr<DeviceFence> fence,
+                           std::vector<MemoryRange> memory, PeerInfo self) {
+  const std::lock_guard lock(lifecycle_);
+  if (thread_.joinable()) {
+    return Status::error("the engine has been started already");
+  }
+  std::promise<Status> started;
+  std::future<Status> result = started.get_future();
+  {
+    const std::lock_guard state(state_mutex_);
+    running_ = true;
+  }
+  thread_ = std::thread([this, factory = std::move(factory), fence = std::move(fence),
+                         memory = std::move(memory), self = std::move(self),
+                         started = std::move(started)]() mutable {
+    run(factory, std::move(fence), memory, std::move(self), std::move(started));
+  });
+  Status status = result.get();
+  if (!status.is_ok()) {
+    thread_.join();
+  }
+  return status;
+}
+
+void EngineThread::run(const TransportFactory& factory, std::unique_ptr<DeviceFence> fence,
+                       const std::vector<MemoryRange>& memory, PeerInfo self,
+                       std::promise<Status> started) {
+  prctl(PR_SET_NAME, "kvpush", 0, 0, 0);
+  prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
+  Result<std::unique_ptr<Transport>> transport = factory();
+  Status status = transport.status();
+  if (status.is_ok()) {
+    status = transport.value()->register_memory(memory);
+  }
+  if (status.is_ok()) {
+    Result<Bytes> metadata = transport.value()->local_metadata();
+    status = metadata.status();
+    if (status.is_ok()) {
+      self.transport_metadata = std::move(metadata.value());
+    }
+  }
+  if (!status.is_ok()) {
+    const std::lock_guard state(state_mutex_);
+    running_ = false;
+    started.set_value(std::move(status));
+    return;
+  }
+  peer_info_ = encode_peer_info(self);
+  Engine engine(*transport.value(), clock_, *fence, engine_config_, std::move(self));
+  started.set_value(Status::ok());
+  loop(engine);
+}
+
+void EngineThread::loop(Engine& engine) {
+  std::vector<Command> inbox;
+  TimeNs last_progress = clock_.now();
+  while (true) {
+    inbox.clear();
+    commands_.take(inbox);
+    for (Command& command : inbox) {
+      engine.handle(std::move(command));
+    }
+    const Activity activity = engine.tick();
+    publish(engine);
+    if (stop_.load(std::memory_order_acquire) && finish(engine)) {
+      break;
+    }
+    if (activity == Activity::kBusy || !inbox.empty()) {
+      last_progress = clock_.now();
+    }
+    nap(activity, last_progress);
+  }
+  std::map<std::uint64_t, std::promise<ConnectResult>> waiting;
+  {
+    const std::lock_guard lock(state_mutex_);
+    running_ = false;
+    waiting = std::exchange(connects_, {});
+  }
+  for (auto& [id, promise] : waiting) {
+    promise.set_value({id, false, Status::error("the engine has stopped")});
+  }
+}
+
+void EngineThread::nap(Activity activity, TimeNs last_progress) {
+  if (activity == Activity::kIdle) {
+    commands_.wait(loop_.idle_poll);
+  } else if (clock_.now() - last_progress > loop_.spin) {
+    commands_.wait(loop_.busy_poll);
+  }
+}
+
+void EngineThread::publish(Engine& engine) {
+  std::vector<EngineEvent> fresh;
+  engine.take_events(fresh);
+  const EngineCounters counters = engine.counters();
+  std::vector<std::pair<std::promise<ConnectResult>, ConnectResult>> answers;
+  std::vector<EngineEvent> events;
+  {
+    const std::lock_guard lock(state_mutex_);
+    counters_ = counters;
+    for (EngineEvent& event : fresh) {
+      auto* result = std::get_if<ConnectResult>(&event);
+      if (result == nullptr) {
+        events.push_back(std::move(event));
+      } else if (auto found = connects_.extract(result->id); !found.empty()) {
+        answers.emplace_back(std::move(found.mapped()), std::move(*result));
+      }
+    }
+  }
+  for (auto& [promise, result] : answers) {
+    promise.set_value(std::move(result));
+  }
+  events_.put_all(events);
+}
+
+// The shutdown sequence; true when the thread may end.
+bool EngineThread::finish(Engine& engine) {
+  if (!draining_) {
+    draining_ = true;
+    engine.handle(ShutdownCommand{});
+  }
+  const TimeNs until = drain_until_.load(std::memory_order_acquire);
+  const bool drained = engine.drained();
+  if (!drained && clock_.now() < until) {
+    return false;
+  }
+  // A rank that still writes must not promise that it doesn't: peers then wait for their fence.
+  if (drained) {
+    engine.say_goodbye();
+    const TimeNs flushed = clock_.now() + kGoodbyeFlush;
+    while (clock_.now() < flushed) {
+      engine.tick();
+    }
+  }
+  publish(engine);
+  return true;
+}
+
+ConnectResult EngineThread::connect(std::vector<PeerTarget> targets, DurationNs timeout) {
+  ConnectCommand command;
+  command.targets = std::move(targets);
+  command.deadline = clock_.now() + timeout;
+  std::future<ConnectResult> answer;
+  {
+    const std::lock_guard lock(state_mutex_);
+    command.id = next_connect_++;
+    if (!running_) {
+      return {command.id, false, Status::error("the engine is not running")};
+    }
+    answer = connects_[command.id].get_future();
+  }
+  commands_.put(std::move(command));
+  return answer.get();
+}
+
+void EngineThread::submit(Command command) { commands_.put(std::move(command)); }
+
+void EngineThread::poll(std::vector<EngineEvent>& out) { events_.take(out); }
+
+EngineCounters EngineThread::counters() const {
+  const std::lock_guard lock(state_mutex_);
+  return counters_;
+}
+
+void EngineThread::shutdown(DurationNs drain) {
+  const std::lock_guard lock(lifecycle_);
+  if (!thread_.joinable()) {
+    return;
+  }
+  drain_until_.store(clock_.now() + drain, std::memory_order_release);
+  stop_.store(true, std::memory_order_release);
+  thread_.join();
+}
+
+}  // namespace kvpush

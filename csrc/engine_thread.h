@@ -1,0 +1,88 @@
+// EngineThread: the one native thread of a rank. It owns the transport and the engine, and never
+// enters Python. Every public method may be called from any thread.
+//
+// The loop spins while something happens, yields the core for short naps while something is live,
+// and sleeps while nothing is; a command wakes it at once. A message from a peer can't wake it
+// (NIXL has no way to wait), so the nap lengths are what its latency costs.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+#include "mailbox.h"
+
+namespace kvpush {
+
+struct LoopConfig {
+  DurationNs spin = 50 * kMicrosecond;       // keep spinning this long after the last progress
+  DurationNs busy_poll = 20 * kMicrosecond;  // nap while something is live
+  DurationNs idle_poll = kMillisecond;       // nap while nothing is
+};
+
+class EngineThread {
+ public:
+  // Makes the transport; called once, on the native thread, which will own it.
+  using TransportFactory = std::function<Result<std::unique_ptr<Transport>>()>;
+
+  EngineThread(EngineConfig engine, LoopConfig loop) : engine_config_(engine), loop_(loop) {}
+  // Stops without draining if shutdown() was not called.
+  ~EngineThread();
+  EngineThread(const EngineThread&) = delete;
+  EngineThread& operator=(const EngineThread&) = delete;
+
+  // Starts the thread, makes the transport, registers the memory. `self` gets its transport metadata
+  // here. Blocks until that is done; on error the thread has ended.
+  Status start(TransportFactory factory, std::unique_ptr<DeviceFence> fence,
+               std::vector<MemoryRange> memory, PeerInfo self);
+  // encode_peer_info() of this rank; empty before start().
+  const Bytes& peer_info() const noexcept { return peer_info_; }
+
+  // Meets peers; blocks until they have answered or `timeout` has passed.
+  ConnectResult connect(std::vector<PeerTarget> targets, DurationNs timeout);
+  void submit(Command command);
+  // Takes the events since the last call.
+  void poll(std::vector<EngineEvent>& out);
+  EngineCounters counters() const;
+
+  // No new work; waits up to `drain` for handles and peers, says goodbye, joins. Idempotent.
+  void shutdown(DurationNs drain);
+
+ private:
+  void run(const TransportFactory& factory, std::unique_ptr<DeviceFence> fence,
+           const std::vector<MemoryRange>& memory, PeerInfo self, std::promise<Status> started);
+  void loop(Engine& engine);
+  void nap(Activity activity, TimeNs last_progress);
+  void publish(Engine& engine);
+  bool finish(Engine& engine);
+
+  EngineConfig engine_config_;
+  LoopConfig loop_;
+  MonotonicClock clock_;
+  std::thread thread_;
+  std::mutex lifecycle_;  // start() and shutdown()
+  Bytes peer_info_;
+
+  Mailbox<Command> commands_;
+  Mailbox<EngineEvent> events_;
+  mutable std::mutex state_mutex_;  // guards the next three
+  EngineCounters counters_;
+  std::map<std::uint64_t, std::promise<ConnectResult>> connects_;
+  bool running_ = false;
+  std::uint64_t next_connect_ = 1;  // guarded by state_mutex_
+
+  std::atomic<bool> stop_{false};
+  std::atomic<TimeNs> drain_until_{0};
+  bool draining_ = false;  // native thread only
+};
+
+}  // namespace kvpush

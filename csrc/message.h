@@ -1,0 +1,110 @@
+// Messages: what ranks say to each other in NIXL notifications. Pure: any thread.
+//
+// Layout: version (1 byte), kind (1 byte), sender's session (8 bytes), body. parse_message() is
+// total: any bytes give a message or an error, and never more memory than the bounds below allow.
+//
+//   consumer -> producer   HELLO  GRANT  REVOKE
+//   producer -> consumer   WELCOME REFUSE  ACCEPTED  WRITTEN  FAILED  REVOKED
+//   both ways              KEEPALIVE  GOODBYE
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "copy_plan.h"
+#include "status.h"
+#include "types.h"
+
+namespace kvpush {
+
+constexpr std::uint8_t kMessageVersion = 1;
+
+// Bounds of what is accepted. 2^20 blocks of 16 tokens are a prompt of 16 million tokens.
+constexpr std::size_t kMaxBlocksPerGrant = 1U << 20;
+constexpr std::size_t kMaxGroups = 64;
+constexpr std::size_t kMaxTransferIdBytes = 256;
+constexpr std::size_t kMaxDetailBytes = 1'024;
+constexpr std::size_t kMaxParts = 1U << 20;
+constexpr std::size_t kMaxPeerInfoBytes = kMaxRegions * 8'192;
+
+// A consumer rank introduces itself to a producer rank, with the pairs it wants served.
+struct HelloMessage {
+  Session to = 0;  // the producer session that is meant
+  Bytes peer_info;
+  std::vector<RegionPair> pairs;  // producer_region indexes the receiver's regions
+  std::uint32_t fan_out = 1;      // ranks of this consumer engine that the producer rank serves
+  bool operator==(const HelloMessage&) const = default;
+};
+struct WelcomeMessage {
+  Session to = 0;
+  bool operator==(const WelcomeMessage&) const = default;
+};
+struct RefuseMessage {
+  Session to = 0;
+  std::string detail;
+  bool operator==(const RefuseMessage&) const = default;
+};
+// "These blocks, these token positions, until revoked." An empty span: nothing is needed.
+struct GrantMessage {
+  Attempt attempt = 0;
+  TransferKey key;
+  TokenSpan span;
+  BlockTable blocks;
+  bool operator==(const GrantMessage&) const = default;
+};
+struct AcceptedMessage {
+  Attempt attempt = 0;
+  bool operator==(const AcceptedMessage&) const = default;
+};
+// Part `part` of `parts` of this span is in the consumer's memory. A span is complete when all its
+// parts are: batches may complete in any order.
+struct WrittenMessage {
+  Attempt attempt = 0;
+  TokenSpan span;
+  std::uint32_t part = 0;
+  std::uint32_t parts = 1;
+  bool operator==(const WrittenMessage&) const = default;
+};
+// The producer gave the transfer up and will write no more.
+struct FailedMessage {
+  Attempt attempt = 0;
+  Reason reason = Reason::kNone;
+  std::string detail;
+  bool operator==(const FailedMessage&) const = default;
+};
+struct RevokeMessage {
+  Attempt attempt = 0;
+  bool operator==(const RevokeMessage&) const = default;
+};
+// The answer to REVOKE: nothing of this attempt will be written any more.
+struct RevokedMessage {
+  Attempt attempt = 0;
+  bool operator==(const RevokedMessage&) const = default;
+};
+struct KeepaliveMessage {
+  bool operator==(const KeepaliveMessage&) const = default;
+};
+struct GoodbyeMessage {
+  bool operator==(const GoodbyeMessage&) const = default;
+};
+
+using MessageBody =
+    std::variant<HelloMessage, WelcomeMessage, RefuseMessage, GrantMessage, AcceptedMessage,
+                 WrittenMessage, FailedMessage, RevokeMessage, RevokedMessage, KeepaliveMessage,
+                 GoodbyeMessage>;
+
+struct Message {
+  Session from = 0;
+  MessageBody body;
+  bool operator==(const Message&) const = default;
+};
+
+Bytes encode_message(const Message& message);
+Result<Message> parse_message(BytesView bytes);
+
+// For log lines: "GRANT", "WRITTEN", ...
+std::string_view message_name(const MessageBody& body) noexcept;
+
+}  // namespace kvpush

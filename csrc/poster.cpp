@@ -1,0 +1,202 @@
+#include "poster.h"
+
+#include <algorithm>
+
+#include "message.h"
+
+namespace kvpush {
+
+namespace {
+// Plans kept for reuse: as many as are usually under way at once.
+constexpr std::size_t kMaxSparePlans = 8;
+}  // namespace
+
+CopyPlan Poster::take_spare_plan() {
+  if (spare_plans_.empty()) {
+    return {};
+  }
+  CopyPlan plan = std::move(spare_plans_.back());
+  spare_plans_.pop_back();
+  return plan;
+}
+
+// A single run may be larger than a part may be (a whole prompt can be contiguous).
+void Poster::split_long_runs(CopyPlan& plan) const {
+  const std::uint64_t limit = config_.max_batch_bytes;
+  const auto is_long = [limit](const CopyRun& run) { return run.length > limit; };
+  if (std::none_of(plan.runs.begin(), plan.runs.end(), is_long)) {
+    return;
+  }
+  std::vector<CopyRun> runs;
+  for (CopyPlan::Batch& batch : plan.batches) {
+    const auto begin = static_cast<std::uint32_t>(runs.size());
+    for (std::uint32_t i = batch.begin; i < batch.end; ++i) {
+      CopyRun run = plan.runs[i];
+      while (run.length > limit) {
+        runs.push_back({run.local_address, run.remote_address, limit});
+        run.local_address += limit;
+        run.remote_address += limit;
+        run.length -= limit;
+      }
+      runs.push_back(run);
+    }
+    batch.begin = begin;
+    batch.end = static_cast<std::uint32_t>(runs.size());
+  }
+  plan.runs = std::move(runs);
+}
+
+std::vector<Poster::Part> Poster::cut(CopyPlan& plan) const {
+  split_long_runs(plan);
+  std::vector<Part> parts;
+  for (const CopyPlan::Batch& batch : plan.batches) {
+    CopyBatch kinds;
+    kinds.local_kind = batch.local_kind;
+    kinds.local_device = batch.local_device;
+    kinds.remote_kind = batch.remote_kind;
+    kinds.remote_device = batch.remote_device;
+    std::uint32_t begin = batch.begin;
+    std::uint64_t bytes = 0;
+    for (std::uint32_t i = batch.begin; i < batch.end; ++i) {
+      const std::uint64_t length = plan.runs[i].length;
+      const bool full =
+          i - begin >= config_.max_batch_descriptors || bytes + length > config_.max_batch_bytes;
+      if (i > begin && full) {
+        parts.push_back({kinds, begin, i});
+        begin = i;
+        bytes = 0;
+      }
+      bytes += length;
+    }
+    if (begin < batch.end) {
+      parts.push_back({kinds, begin, batch.end});
+    }
+  }
+  return parts;
+}
+
+void Poster::add(PostJob job) {
+  Active active;
+  active.result.serve = job.serve;
+  active.parts = cut(job.plan);
+  active.result.stats.plan_ns = job.plan_ns;
+  active.result.stats.descriptors_before = job.plan.descriptors_before;
+  active.job = std::move(job);
+  if (active.parts.size() > kMaxParts) {
+    drop_rest(active, Reason::kBadRequest, "the transfer needs too many descriptors");
+  } else if (active.parts.empty()) {
+    // Nothing to copy (the consumer keeps none of these tokens), but it counts on being told.
+    const WrittenMessage written{active.job.attempt, active.job.span, 0, 1};
+    const Status sent =
+        transport_.notify(active.job.peer_name, encode_message({self_, written}));
+    if (!sent.is_ok()) {
+      drop_rest(active, Reason::kTransportError, sent.message());
+    }
+  }
+  queue_.push_back(std::move(active));
+}
+
+void Poster::drop_rest(Active& active, Reason reason, std::string detail) {
+  active.next_part = active.parts.size();
+  if (active.result.reason == Reason::kNone) {
+    active.result.reason = reason;
+    active.result.detail = std::move(detail);
+  }
+}
+
+void Poster::post_part(Active& active) {
+  const Part& part = active.parts[active.next_part];
+  CopyBatch batch = part.kinds;
+  batch.runs = std::span(active.job.plan.runs).subspan(part.begin, part.end - part.begin);
+  const WrittenMessage written{active.job.attempt, active.job.span,
+                               static_cast<std::uint32_t>(active.next_part),
+                               static_cast<std::uint32_t>(active.parts.size())};
+  const TimeNs before = clock_.now();
+  if (active.first_post == 0) {
+    active.first_post = before;
+  }
+  const Result<HandleId> handle = transport_.post(CopyDirection::kWrite, active.job.peer_name, batch,
+                                                  encode_message({self_, written}));
+  active.result.stats.post_ns += clock_.now() - before;
+  if (!handle.is_ok()) {
+    drop_rest(active, Reason::kTransportError, handle.message());
+    return;
+  }
+  active.handles.push_back(handle.value());
+  ++in_flight_;
+  ++handles_posted_;
+  ++active.next_part;
+  active.result.stats.descriptors += batch.runs.size();
+  for (const CopyRun& run : batch.runs) {
+    active.result.stats.bytes += run.length;
+    bytes_posted_ += run.length;
+  }
+}
+
+bool Poster::post_next(const std::function<bool(ServeId, Session)>& may_post) {
+  for (Active& active : queue_) {
+    if (active.next_part == active.parts.size()) {
+      continue;
+    }
+    if (!may_post(active.job.serve, active.job.to)) {
+      drop_rest(active, Reason::kRevoked, "given up before all of it was posted");
+      continue;
+    }
+    if (in_flight_ >= config_.max_handles_in_flight) {
+      return false;
+    }
+    post_part(active);
+    return true;
+  }
+  return false;
+}
+
+bool Poster::poll_handles(Active& active) {
+  bool ended = false;
+  for (std::size_t i = 0; i < active.handles.size();) {
+    const HandleState state = transport_.poll(active.handles[i]);
+    if (state == HandleState::kInProgress) {
+      ++i;
+      continue;
+    }
+    if (state == HandleState::kFailed) {
+      drop_rest(active, Reason::kTransportError, "the transport reports a failed transfer");
+    }
+    transport_.release(active.handles[i]);
+    active.handles[i] = active.handles.back();
+    active.handles.pop_back();
+    --in_flight_;
+    active.last_done = clock_.now();
+    ended = true;
+  }
+  return ended;
+}
+
+void Poster::finish(Active& active, std::vector<PostEnded>& ended) {
+  if (active.first_post != 0) {
+    active.result.stats.transfer_ns = active.last_done - active.first_post;
+  }
+  ended.push_back(std::move(active.result));
+  if (spare_plans_.size() < kMaxSparePlans) {
+    active.job.plan.clear();
+    spare_plans_.push_back(std::move(active.job.plan));
+  }
+}
+
+bool Poster::step(const std::function<bool(ServeId, Session)>& may_post,
+                  std::vector<PostEnded>& ended) {
+  bool progress = post_next(may_post);
+  for (auto active = queue_.begin(); active != queue_.end();) {
+    progress = poll_handles(*active) || progress;
+    if (active->next_part == active->parts.size() && active->handles.empty()) {
+      finish(*active, ended);
+      active = queue_.erase(active);
+      progress = true;
+    } else {
+      ++active;
+    }
+  }
+  return progress;
+}
+
+}  // namespace kvpush

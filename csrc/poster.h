@@ -1,0 +1,100 @@
+// Poster: turns planned copies into transport handles, batch by batch, and follows them to their
+// end. Loop thread only.
+//
+// A post is cut into parts of bounded size for three reasons: posting blocks the caller (4 to 8 us a
+// descriptor on UCX over cross-memory attach), so messages must get a turn in between; a process
+// stopped in the middle of a part should hold next to nothing that writes; and the first parts
+// travel while later ones are prepared. Each part carries its own WRITTEN.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+#include "copy_plan.h"
+#include "rendezvous.h"
+#include "transport.h"
+
+namespace kvpush {
+
+struct PosterConfig {
+  std::uint32_t max_batch_descriptors = 1'024;    // 4 to 8 ms of posting at worst
+  std::uint64_t max_batch_bytes = 32ULL << 20;    // 3 to 6 ms of copying at 5 to 10 GB/s
+  std::uint32_t max_handles_in_flight = 64;       // keeps an RDMA queue busy; more adds nothing
+};
+
+struct PostJob {
+  ServeId serve = 0;
+  Session to = 0;
+  std::string peer_name;
+  Attempt attempt = 0;
+  TokenSpan span;
+  CopyPlan plan;
+  std::int64_t plan_ns = 0;
+};
+
+struct PostEnded {
+  ServeId serve = 0;
+  Reason reason = Reason::kNone;
+  std::string detail;
+  PostStats stats;
+};
+
+class Poster {
+ public:
+  Poster(Transport& transport, const Clock& clock, Session self, PosterConfig config)
+      : transport_(transport), clock_(clock), self_(self), config_(config) {}
+
+  void add(PostJob job);
+  // Posts at most one part and reads every handle in flight. `may_post(serve, to)` is asked before
+  // the part is posted; what may not be posted any more is dropped. Ended jobs are appended to
+  // `ended`. True if something was posted or has ended.
+  bool step(const std::function<bool(ServeId, Session)>& may_post, std::vector<PostEnded>& ended);
+
+  // A plan whose buffers may be reused, to keep the steady state free of allocations.
+  CopyPlan take_spare_plan();
+
+  std::size_t queued() const noexcept { return queue_.size(); }
+  std::size_t handles_in_flight() const noexcept { return in_flight_; }
+  std::uint64_t handles_posted() const noexcept { return handles_posted_; }
+  std::uint64_t bytes_posted() const noexcept { return bytes_posted_; }
+
+ private:
+  struct Part {
+    CopyBatch kinds;  // its runs are not used
+    std::uint32_t begin = 0;
+    std::uint32_t end = 0;
+  };
+  struct Active {
+    PostJob job;
+    std::vector<Part> parts;
+    std::size_t next_part = 0;
+    std::vector<HandleId> handles;
+    TimeNs first_post = 0;
+    TimeNs last_done = 0;
+    PostEnded result;
+  };
+
+  std::vector<Part> cut(CopyPlan& plan) const;
+  void split_long_runs(CopyPlan& plan) const;
+  bool post_next(const std::function<bool(ServeId, Session)>& may_post);
+  void post_part(Active& active);
+  bool poll_handles(Active& active);
+  void drop_rest(Active& active, Reason reason, std::string detail);
+  void finish(Active& active, std::vector<PostEnded>& ended);
+
+  Transport& transport_;
+  const Clock& clock_;
+  Session self_;
+  PosterConfig config_;
+  std::deque<Active> queue_;
+  std::vector<CopyPlan> spare_plans_;
+  std::size_t in_flight_ = 0;
+  std::uint64_t handles_posted_ = 0;
+  std::uint64_t bytes_posted_ = 0;
+};
+
+}  // namespace kvpush
