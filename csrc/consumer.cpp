@@ -17,6 +17,33 @@ EndAction refused(const GrantCommand& command, Reason reason, std::string detail
   return end;
 }
 
+// What a GRANT can't carry, or what would wait for ever: "" if the command is sound.
+std::string fault_of(const GrantCommand& command) {
+  std::size_t blocks = 0;
+  for (const GroupBlocks& group : command.blocks) {
+    blocks += group.ids.size();
+    if (group.first_block > kMaxBlocksPerGrant) {
+      return "the first block is number " + std::to_string(group.first_block);
+    }
+  }
+  if (blocks > kMaxBlocksPerGrant || command.blocks.size() > kMaxGroups) {
+    return std::to_string(blocks) + " blocks in " + std::to_string(command.blocks.size()) +
+           " groups are more than a grant may have";
+  }
+  if (command.key.transfer_id.size() > kMaxTransferIdBytes) {
+    return "the transfer id is longer than " + std::to_string(kMaxTransferIdBytes) + " bytes";
+  }
+  if (command.span.end < command.span.begin || command.attempt == 0) {
+    return "the span ends before it begins, or the attempt is zero";
+  }
+  std::vector<Session> writers = command.writers;
+  std::sort(writers.begin(), writers.end());
+  if (std::adjacent_find(writers.begin(), writers.end()) != writers.end()) {
+    return "a writer is named twice";
+  }
+  return {};
+}
+
 }  // namespace
 
 bool Consumer::may_write(const Writer& writer) noexcept {
@@ -53,6 +80,10 @@ void Consumer::grant(GrantCommand command, TimeNs now, Actions& out) {
     out.emplace_back(refused(command, Reason::kBadRequest, "this attempt number is in use"));
     return;
   }
+  if (std::string fault = fault_of(command); !fault.empty()) {
+    out.emplace_back(refused(command, Reason::kBadRequest, std::move(fault)));
+    return;
+  }
   if (grants_.size() >= config_.max_grants) {
     out.emplace_back(refused(command, Reason::kTableFull,
                              std::to_string(grants_.size()) + " grants are live already"));
@@ -71,6 +102,7 @@ void Consumer::grant(GrantCommand command, TimeNs now, Actions& out) {
   for (const Writer& writer : grant.writers) {
     out.emplace_back(grant_message(grant, writer.session));
   }
+  note_due(std::min(grant.command.deadline, now + config_.resend));
   grants_.emplace(ticket, std::move(grant));
   finish_if_quiet(ticket, out);  // no writers: this rank needs nothing
 }
@@ -162,6 +194,7 @@ void Consumer::begin_end(Grant& grant, End end, Reason reason, std::string detai
   grant.detail = std::move(detail);
   grant.culprit = culprit;
   grant.ending_since = now;
+  note_due(now + std::min(config_.resend, config_.revoke_patience));
   for (Writer& writer : grant.writers) {
     if (writer.state == WriterState::kGranted || writer.state == WriterState::kAccepted) {
       out.emplace_back(SendAction{writer.session, RevokeMessage{grant.command.attempt}});
@@ -198,6 +231,7 @@ void Consumer::on_peer_lost(Session peer, TimeNs fence, TimeNs now, Actions& out
       if (writer.session == peer && may_write(writer) && writer.state != WriterState::kFenced) {
         writer.state = fence > now ? WriterState::kFenced : WriterState::kGone;
         writer.fence = fence;
+        note_due(fence);
         begin_end(grant, End::kFailed, Reason::kPeerLost, "the producer is gone", peer, now, out);
         touched.push_back(ticket);
       }
@@ -234,7 +268,25 @@ void Consumer::tick_writer(Grant& grant, Writer& writer, TimeNs now, Actions& ou
   }
 }
 
+// Notes when this writer, as it now is, needs to be looked at again.
+void Consumer::note_due(const Grant& grant, const Writer& writer) {
+  if (writer.state == WriterState::kFenced) {
+    note_due(writer.fence);
+  } else if (may_write(writer)) {
+    if (grant.ending) {
+      note_due(grant.ending_since + config_.revoke_patience);
+    }
+    if (grant.ending || writer.state == WriterState::kGranted) {
+      note_due(writer.last_sent + config_.resend);
+    }
+  }
+}
+
 void Consumer::on_tick(TimeNs now, Actions& out) {
+  if (now < next_due_) {
+    return;
+  }
+  next_due_ = std::numeric_limits<TimeNs>::max();
   std::vector<Ticket> tickets;
   tickets.reserve(grants_.size());
   for (auto& [ticket, grant] : grants_) {
@@ -248,6 +300,10 @@ void Consumer::on_tick(TimeNs now, Actions& out) {
     }
     for (Writer& writer : grant.writers) {
       tick_writer(grant, writer, now, out);
+      note_due(grant, writer);
+    }
+    if (!grant.ending) {
+      note_due(grant.command.deadline);
     }
     finish_if_quiet(ticket, out);
   }

@@ -22,7 +22,9 @@
 // that leaves REVOKE unanswered is dropped as a peer, which starts its fence: every wait is bounded.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -68,6 +70,7 @@ class Consumer {
   // The peer is lost; it may still write until `fence`. A peer that said GOODBYE writes no more:
   // then `fence` is `now`.
   void on_peer_lost(Session peer, TimeNs fence, TimeNs now, Actions& out);
+  // Does nothing, at no cost, while nothing is due.
   void on_tick(TimeNs now, Actions& out);
 
   std::size_t live() const noexcept { return grants_.size(); }
@@ -104,10 +107,14 @@ class Consumer {
                  TimeNs now, Actions& out);
   void finish_if_quiet(Ticket ticket, Actions& out);
   void tick_writer(Grant& grant, Writer& writer, TimeNs now, Actions& out);
+  void note_due(const Grant& grant, const Writer& writer);
+  void note_due(TimeNs time) noexcept { next_due_ = std::min(next_due_, time); }
 
   ConsumerConfig config_;
   std::unordered_map<Ticket, Grant> grants_;
   std::unordered_map<Attempt, Ticket> by_attempt_;
+  // No timer runs out before this: ten thousand grants need not be looked at in every tick.
+  TimeNs next_due_ = std::numeric_limits<TimeNs>::max();
 };
 
 }  // namespace kvpush

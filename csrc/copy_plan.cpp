@@ -95,6 +95,11 @@ Status out_of_range(const PreparedClass& entry, const char* side, std::uint64_t 
                        std::to_string(num_blocks) + " blocks");
 }
 
+Status too_many_runs(std::uint64_t runs) {
+  return Status::error("the copy has " + std::to_string(runs) + " pieces or more, at most " +
+                       std::to_string(kMaxRuns) + " are allowed; plan fewer tokens at a time");
+}
+
 PreparedClass prepare(GeometryClass&& geometry_class) {
   PreparedClass entry;
   entry.geometry_class = std::move(geometry_class);
@@ -129,7 +134,7 @@ class CopyPlanner::Impl {
   }
 
   Status plan(TokenSpan span, const BlockTable& local, const BlockTable& remote,
-              StateRegions states, CopyPlan& out) {
+              StateRegions states, PatternPlan& out) {
     const BlockTable& consumer = local_is_producer_ ? remote : local;
     const BlockTable& producer = local_is_producer_ ? local : remote;
     for (BlockMatcher& matcher : matchers_) {
@@ -145,8 +150,11 @@ class CopyPlanner::Impl {
     return Status::ok();
   }
 
+  // Scratch for plans that are spelled out at once.
+  PatternPlan& spare() noexcept { return spare_; }
+
  private:
-  Status plan_class(PreparedClass& entry, CopyPlan& out) {
+  Status plan_class(PreparedClass& entry, PatternPlan& out) {
     const BlockMatcher& matcher = matchers_[entry.matcher];
     const PairGeometry& geometry = entry.geometry_class.geometry;
     if (matcher.consumer_blocks_named() > geometry.consumer.num_blocks) {
@@ -160,8 +168,9 @@ class CopyPlanner::Impl {
     if (matcher.overlaps().empty()) return Status::ok();
     entry.trim_shapes();
     make_items(entry, matcher.overlaps());
-    if (Status status = make_template(entry, out.runs.size()); !status.is_ok()) return status;
-    replay(entry, out);
+    const auto begin = static_cast<std::uint32_t>(out.runs.size());
+    if (Status status = spell_items(entry, out.runs); !status.is_ok()) return status;
+    add_section(entry, begin, out);
     const std::uint64_t pairs = entry.geometry_class.bases.size() * geometry.layers;
     out.descriptors_before += matcher.overlaps().size() * geometry.components * pairs;
     return Status::ok();
@@ -217,106 +226,116 @@ class CopyPlanner::Impl {
     items_.push_back(item);
   }
 
-  // Spells out the items of one base. `before`: runs already in the plan.
-  Status make_template(const PreparedClass& entry, std::uint64_t before) {
-    template_.clear();
-    std::uint64_t runs = 0;
+  // Spells out the items, as runs relative to the bases of the class.
+  Status spell_items(const PreparedClass& entry, std::vector<CopyRun>& runs) const {
     for (const Item& item : items_) {
       const Shape& shape = entry.shapes[item.shape];
+      if (runs.size() + shape.runs() > kMaxRuns) return too_many_runs(runs.size() + shape.runs());
       if (shape.axis_count == 0) {
-        ++runs;
-        add_run(item.consumer, item.producer, item.length);
-        continue;
+        add_run(item.consumer, item.producer, item.length, runs);
+      } else {
+        add_shape(item, shape, runs);
       }
-      runs += shape.runs();
-      if (before + runs * entry.geometry_class.bases.size() > kMaxRuns) break;
-      add_shape(item, shape);
-    }
-    if (before + runs * entry.geometry_class.bases.size() > kMaxRuns) {
-      return Status::error("layer '" + entry.geometry_class.layer + "': more than " +
-                           std::to_string(kMaxRuns) +
-                           " pieces to copy; plan fewer tokens at a time");
     }
     return Status::ok();
   }
 
-  void add_shape(const Item& item, Shape shape) {
+  void add_shape(const Item& item, Shape shape, std::vector<CopyRun>& runs) const {
     if (item.length != shape.length) {
       shape.length = item.length;  // merged blocks may have become as long as the next axis is wide
       shape.fold();
     }
-    add_axes(shape, 0, item.consumer, item.producer);
+    add_axes(shape, 0, item.consumer, item.producer, runs);
   }
 
   // At most kMaxAxes deep.
   void add_axes(const Shape& shape, std::size_t depth, std::uint64_t consumer,
-                std::uint64_t producer) {
-    if (depth == shape.axis_count) return add_run(consumer, producer, shape.length);
+                std::uint64_t producer, std::vector<CopyRun>& runs) const {
+    if (depth == shape.axis_count) return add_run(consumer, producer, shape.length, runs);
     const Axis& axis = shape.axes[depth];
     for (std::uint64_t i = 0; i < axis.extent; ++i) {
       add_axes(shape, depth + 1, consumer + i * axis.consumer_stride,
-               producer + i * axis.producer_stride);
+               producer + i * axis.producer_stride, runs);
     }
   }
 
-  void add_run(std::uint64_t consumer, std::uint64_t producer, std::uint64_t length) {
+  void add_run(std::uint64_t consumer, std::uint64_t producer, std::uint64_t length,
+               std::vector<CopyRun>& runs) const {
     if (local_is_producer_) {
-      template_.push_back({producer, consumer, length});
+      runs.push_back({producer, consumer, length});
     } else {
-      template_.push_back({consumer, producer, length});
+      runs.push_back({consumer, producer, length});
     }
   }
 
-  void replay(const PreparedClass& entry, CopyPlan& out) {
-    const std::vector<Base>& bases = entry.geometry_class.bases;
-    const auto begin = static_cast<std::uint32_t>(out.runs.size());
-    const std::size_t size = out.runs.size() + template_.size() * bases.size();
-    if (size > out.runs.capacity()) out.runs.reserve(std::max(size, 2 * out.runs.capacity()));
-    const CopyRun* first = template_.data();
-    const CopyRun* last = first + template_.size();
-    for (const Base& base : bases) {
-      const std::uint64_t local = local_is_producer_ ? base.producer : base.consumer;
-      const std::uint64_t remote = local_is_producer_ ? base.consumer : base.producer;
-      out.runs.insert(out.runs.end(), MovedRuns(first, local, remote),
-                      MovedRuns(last, local, remote));
-    }
-    std::uint64_t bytes = 0;
-    for (const CopyRun& run : template_)
-      bytes += run.length;
-    out.bytes += bytes * bases.size();
-    add_batch(entry.geometry_class.geometry, begin, static_cast<std::uint32_t>(out.runs.size()),
-              out);
-  }
-
-  void add_batch(const PairGeometry& geometry, std::uint32_t begin, std::uint32_t end,
-                 CopyPlan& out) {
-    CopyPlan::Batch batch{geometry.producer_memory,
-                          geometry.producer_device,
-                          geometry.consumer_memory,
-                          geometry.consumer_device,
-                          begin,
-                          end};
+  void add_section(const PreparedClass& entry, std::uint32_t runs_begin, PatternPlan& out) const {
+    const PairGeometry& geometry = entry.geometry_class.geometry;
+    PatternPlan::Section section;
+    section.local_kind = geometry.producer_memory;
+    section.local_device = geometry.producer_device;
+    section.remote_kind = geometry.consumer_memory;
+    section.remote_device = geometry.consumer_device;
     if (!local_is_producer_) {
-      std::swap(batch.local_kind, batch.remote_kind);
-      std::swap(batch.local_device, batch.remote_device);
+      std::swap(section.local_kind, section.remote_kind);
+      std::swap(section.local_device, section.remote_device);
     }
-    if (!out.batches.empty()) {
-      CopyPlan::Batch& last = out.batches.back();
-      if (last.local_kind == batch.local_kind && last.local_device == batch.local_device &&
-          last.remote_kind == batch.remote_kind && last.remote_device == batch.remote_device) {
-        last.end = end;
-        return;
-      }
+    section.runs_begin = runs_begin;
+    section.runs_end = static_cast<std::uint32_t>(out.runs.size());
+    section.bases_begin = static_cast<std::uint32_t>(out.bases.size());
+    for (const Base& base : entry.geometry_class.bases) {
+      out.bases.push_back({local_is_producer_ ? base.producer : base.consumer,
+                           local_is_producer_ ? base.consumer : base.producer});
     }
-    out.batches.push_back(batch);
+    section.bases_end = static_cast<std::uint32_t>(out.bases.size());
+    std::uint64_t bytes = 0;
+    for (std::size_t i = runs_begin; i < out.runs.size(); ++i)
+      bytes += out.runs[i].length;
+    out.bytes += bytes * entry.geometry_class.bases.size();
+    out.total_runs += section.total_runs();
+    out.sections.push_back(section);
   }
 
   bool local_is_producer_;
   std::vector<PreparedClass> classes_;
   std::vector<BlockMatcher> matchers_;
-  std::vector<Item> items_;        // scratch
-  std::vector<CopyRun> template_;  // scratch: the runs of one class, relative to its bases
+  std::vector<Item> items_;  // scratch
+  PatternPlan spare_;        // scratch
 };
+
+namespace {
+
+void add_batch(const PatternPlan::Section& section, CopyPlan& out) {
+  const auto end = static_cast<std::uint32_t>(out.runs.size());
+  if (!out.batches.empty()) {
+    CopyPlan::Batch& last = out.batches.back();
+    if (last.local_kind == section.local_kind && last.local_device == section.local_device &&
+        last.remote_kind == section.remote_kind && last.remote_device == section.remote_device) {
+      last.end = end;
+      return;
+    }
+  }
+  const std::uint32_t begin = out.batches.empty() ? 0 : out.batches.back().end;
+  out.batches.push_back({section.local_kind, section.local_device, section.remote_kind,
+                         section.remote_device, begin, end});
+}
+
+void spell_out(const PatternPlan& plan, CopyPlan& out) {
+  out.runs.reserve(plan.total_runs);
+  for (const PatternPlan::Section& section : plan.sections) {
+    const CopyRun* first = plan.runs.data() + section.runs_begin;
+    const CopyRun* last = plan.runs.data() + section.runs_end;
+    for (std::uint32_t i = section.bases_begin; i < section.bases_end; ++i) {
+      const PatternPlan::Base& base = plan.bases[i];
+      out.runs.insert(out.runs.end(), MovedRuns(first, base.local, base.remote),
+                      MovedRuns(last, base.local, base.remote));
+    }
+    add_batch(section, out);
+  }
+  out.bytes = plan.bytes;
+  out.descriptors_before = plan.descriptors_before;
+}
+
+}  // namespace
 
 CopyPlanner::CopyPlanner(std::vector<Region> local, std::vector<Region> remote,
                          std::vector<RegionPair> pairs, bool local_is_producer)
@@ -330,11 +349,23 @@ CopyPlanner::~CopyPlanner() = default;
 CopyPlanner::CopyPlanner(CopyPlanner&&) noexcept = default;
 CopyPlanner& CopyPlanner::operator=(CopyPlanner&&) noexcept = default;
 
-Status CopyPlanner::plan(TokenSpan span, const BlockTable& local_blocks,
-                         const BlockTable& remote_blocks, CopyPlan& out, StateRegions states) {
+Status CopyPlanner::plan_pattern(TokenSpan span, const BlockTable& local_blocks,
+                                 const BlockTable& remote_blocks, PatternPlan& out,
+                                 StateRegions states) {
   out.clear();
   Status status = impl_->plan(span, local_blocks, remote_blocks, states, out);
   if (!status.is_ok()) out.clear();
+  return status;
+}
+
+Status CopyPlanner::plan(TokenSpan span, const BlockTable& local_blocks,
+                         const BlockTable& remote_blocks, CopyPlan& out, StateRegions states) {
+  out.clear();
+  PatternPlan& pattern = impl_->spare();
+  Status status = plan_pattern(span, local_blocks, remote_blocks, pattern, states);
+  if (!status.is_ok()) return status;
+  if (pattern.total_runs > kMaxRuns) return too_many_runs(pattern.total_runs);
+  spell_out(pattern, out);
   return status;
 }
 

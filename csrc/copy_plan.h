@@ -73,8 +73,47 @@ struct CopyPlan {
   }
 };
 
-// The most runs in one plan: 384 MiB of them. Reached only where layouts differ so much that every
-// token of a very long request goes alone; a shorter span then fits.
+// The same plan, not spelled out: a section's runs are repeated at each of its bases, which are the
+// layers of one geometry. Small where a CopyPlan is large, and quick to make: the work is that of
+// one layer. PlanParts (copy_plan_parts.h) spells it out piece by piece.
+struct PatternPlan {
+  struct Base {
+    std::uint64_t local = 0;
+    std::uint64_t remote = 0;
+  };
+  struct Section {
+    MemoryKind local_kind = MemoryKind::kHost;
+    std::uint32_t local_device = 0;
+    MemoryKind remote_kind = MemoryKind::kHost;
+    std::uint32_t remote_device = 0;
+    std::uint32_t runs_begin = 0;  // runs [runs_begin, runs_end), relative to
+    std::uint32_t runs_end = 0;
+    std::uint32_t bases_begin = 0;  // each of bases [bases_begin, bases_end)
+    std::uint32_t bases_end = 0;
+
+    std::uint64_t total_runs() const noexcept {
+      return std::uint64_t{runs_end - runs_begin} * (bases_end - bases_begin);
+    }
+  };
+  std::vector<CopyRun> runs;
+  std::vector<Base> bases;
+  std::vector<Section> sections;
+  std::uint64_t total_runs = 0;  // when spelled out
+  std::uint64_t bytes = 0;
+  std::uint64_t descriptors_before = 0;  // as in CopyPlan
+
+  void clear() {
+    runs.clear();
+    bases.clear();
+    sections.clear();
+    total_runs = 0;
+    bytes = 0;
+    descriptors_before = 0;
+  }
+};
+
+// The most runs in one plan, spelled out or not: 384 MiB of them. Reached only where layouts differ
+// so much that every token of a very long request goes alone; a shorter span then fits.
 constexpr std::uint64_t kMaxRuns = std::uint64_t{1} << 24;
 
 // Whether a plan takes in the state regions: they change until the prefill ends, so a plan for an
@@ -103,6 +142,10 @@ class CopyPlanner {
   // in shape. A block named twice on the consumer's side is written twice: callers refuse those.
   Status plan(TokenSpan span, const BlockTable& local_blocks, const BlockTable& remote_blocks,
               CopyPlan& out, StateRegions states = StateRegions::kCopied);
+  // The same, not spelled out.
+  Status plan_pattern(TokenSpan span, const BlockTable& local_blocks,
+                      const BlockTable& remote_blocks, PatternPlan& out,
+                      StateRegions states = StateRegions::kCopied);
 
   const std::vector<RegionPair>& pairs() const noexcept { return pairs_; }
 

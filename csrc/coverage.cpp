@@ -9,14 +9,15 @@ bool Coverage::add(const WrittenMessage& written) {
     return true;  // a duplicate
   }
   if (written.parts == 1) {
-    merge(written.span);
-    return true;
+    return merge(written.span);
   }
   auto found = unfinished_.find(written.span);
   if (found == unfinished_.end()) {
-    if (unfinished_.size() >= kMaxUnfinished) {
+    if (unfinished_.size() >= kMaxUnfinished ||
+        unfinished_parts_ + written.parts > kMaxUnfinishedParts) {
       return false;
     }
+    unfinished_parts_ += written.parts;
     found = unfinished_
                 .emplace(written.span, Unfinished{written.parts, written.parts,
                                                   std::vector<bool>(written.parts, false)})
@@ -31,8 +32,9 @@ bool Coverage::add(const WrittenMessage& written) {
     --entry.missing;
   }
   if (entry.missing == 0) {
+    unfinished_parts_ -= entry.parts;
     unfinished_.erase(found);
-    merge(written.span);
+    return merge(written.span);
   }
   return true;
 }
@@ -43,10 +45,7 @@ bool Coverage::covers(TokenSpan span) const noexcept {
          });
 }
 
-void Coverage::merge(TokenSpan span) {
-  if (span.empty()) {
-    return;
-  }
+bool Coverage::merge(TokenSpan span) {
   std::vector<TokenSpan> kept;
   for (const TokenSpan done : done_) {
     if (done.end < span.begin || span.end < done.begin) {
@@ -56,9 +55,13 @@ void Coverage::merge(TokenSpan span) {
       span.end = std::max(span.end, done.end);
     }
   }
+  if (kept.size() >= kMaxUnfinished) {
+    return false;
+  }
   kept.push_back(span);
   std::sort(kept.begin(), kept.end());
   done_ = std::move(kept);
+  return true;
 }
 
 }  // namespace kvpush

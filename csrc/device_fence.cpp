@@ -41,7 +41,9 @@ class CudaFence final : public DeviceFence {
 
 }  // namespace
 
-std::unique_ptr<DeviceFence> make_host_fence() { return std::make_unique<HostFence>(); }
+std::unique_ptr<DeviceFence> make_host_fence() {
+  return std::make_unique<HostFence>();
+}
 
 Result<std::unique_ptr<DeviceFence>> make_cuda_fence(const std::string& driver) {
   const Result<DynamicLibrary> library = DynamicLibrary::open(driver);

@@ -11,6 +11,8 @@ namespace {
 constexpr DurationNs kTimerInterval = 5 * kMillisecond;
 // Parts posted in one tick before messages get a turn again.
 constexpr int kPartsPerTick = 4;
+// Messages handled in one tick before posts get a turn again: some 0.1 ms.
+constexpr std::size_t kMessagesPerTick = 256;
 }  // namespace
 
 Engine::Engine(Transport& transport, const Clock& clock, DeviceFence& fence, EngineConfig config,
@@ -39,9 +41,15 @@ void Engine::on(ConnectCommand command) {
     end_connect(id, false, Status::error("the engine is stopping"));
     return;
   }
-  ConnectCommand& placed = connecting_.emplace(id, std::move(command)).first->second;
-  for (PeerTarget& target : placed.targets) {
-    if (Status status = greet(target); !status.is_ok()) {
+  // A peer lost on the way ends the connect, and its entry: the targets must outlive that.
+  std::vector<PeerTarget> targets = command.targets;
+  connecting_.insert_or_assign(id, std::move(command));
+  for (PeerTarget& target : targets) {
+    Status status = greet(target);
+    if (!connecting_.contains(id)) {
+      return;
+    }
+    if (!status.is_ok()) {
       end_connect(id, false, std::move(status));
       return;
     }
@@ -56,22 +64,17 @@ Status Engine::greet(PeerTarget& target) {
   if (const auto found = peers_.find(session); found != peers_.end()) {
     peer = &found->second;
   } else {
-    if (peers_.size() >= config_.max_peers) {
-      return Status::error("too many peers: " + std::to_string(peers_.size()));
+    const Result<Peer*> loaded = load_peer(target.info, nullptr);
+    if (!loaded.is_ok()) {
+      return loaded.status();
     }
-    Result<std::string> name = transport_.add_peer(target.info.transport_metadata);
-    if (!name.is_ok()) {
-      return name.status();
-    }
-    peer = &peers_[session];
-    peer->name = name.value();
-    peer->info = target.info;
-    peer->last_heard = clock_.now();
+    peer = loaded.value();
   }
   if (peer->greeted) {
     return Status::ok();
   }
   peer->greeted = true;
+  peer->our_meeting = ++meetings_;
   peer->hello.to = session;
   peer->hello.peer_info = encode_peer_info(self_);
   peer->hello.pairs = target.pairs;
@@ -79,6 +82,45 @@ Status Engine::greet(PeerTarget& target) {
   peer->hello_sent = clock_.now();
   send(session, peer->hello);
   return Status::ok();
+}
+
+bool Engine::is_named(const std::string& name) const {
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [&name](const auto& entry) { return entry.second.name == name; });
+}
+
+// Loads the metadata of a session that is not among the peers. `claimed_name`, if not null, is the
+// name it must turn out to have.
+Result<Engine::Peer*> Engine::load_peer(const PeerInfo& info, const std::string* claimed_name) {
+  if (peers_.size() >= config_.max_peers) {
+    return Status::error("too many peers: " + std::to_string(peers_.size()));
+  }
+  Result<std::string> name = transport_.add_peer(info.transport_metadata);
+  if (!name.is_ok()) {
+    return name.status();
+  }
+  if (claimed_name != nullptr && name.value() != *claimed_name) {
+    if (!is_named(name.value())) {  // else it would be another peer's that is removed
+      transport_.remove_peer(name.value());
+    }
+    return Status::error("the sender is not who its metadata says");
+  }
+  const auto namesake = std::find_if(peers_.begin(), peers_.end(), [&name](const auto& entry) {
+    return entry.second.name == name.value();
+  });
+  if (namesake != peers_.end()) {
+    // The process behind this name has started anew. Losing the old session removes the name.
+    lose_peer(namesake->first, "it has been started anew", false);
+    name = transport_.add_peer(info.transport_metadata);
+    if (!name.is_ok()) {
+      return name.status();
+    }
+  }
+  Peer& peer = peers_[info.session];
+  peer.name = name.value();
+  peer.info = info;
+  peer.last_heard = clock_.now();
+  return &peer;
 }
 
 void Engine::end_connect(std::uint64_t id, bool timed_out, Status status) {
@@ -161,11 +203,11 @@ void Engine::on(FencedOfferCommand command) {
 }
 
 void Engine::deliver(OfferCommand offer) {
-  const Ticket ticket = offer.ticket;
   scratch_.clear();
-  producer_.offer(std::move(offer), clock_.now(), scratch_);
   if (stopping_) {
-    producer_.withdraw(ticket, Reason::kShutdown, clock_.now(), scratch_);
+    producer_.refuse(std::move(offer), Reason::kShutdown, clock_.now(), scratch_);
+  } else {
+    producer_.offer(std::move(offer), clock_.now(), scratch_);
   }
   std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
 }
@@ -196,9 +238,7 @@ void Engine::on(ShutdownCommand /*command*/) {
   stopping_ = true;
   const TimeNs now = clock_.now();
   for (FencedOfferCommand& waiting : std::exchange(fences_, {})) {
-    waiting.offer.watermark = 0;
-    waiting.offer.final = false;
-    deliver(std::move(waiting.offer));
+    deliver(std::move(waiting.offer));  // refuses it
   }
   scratch_.clear();
   producer_.withdraw_all(Reason::kShutdown, now, scratch_);
@@ -227,17 +267,23 @@ void Engine::say_goodbye() {
 // --- messages -----------------------------------------------------------------------------------
 
 bool Engine::receive() {
-  inbox_.clear();
-  // An error is transient or shows up as a lost peer; there is nobody to tell here.
-  (void)transport_.poll_notifications(inbox_);
-  for (const Notification& notification : inbox_) {
+  if (next_message_ == inbox_.size()) {
+    inbox_.clear();
+    next_message_ = 0;
+    // An error is transient or shows up as a lost peer; there is nobody to tell here.
+    (void)transport_.poll_notifications(inbox_);
+  }
+  const std::size_t end = std::min(inbox_.size(), next_message_ + kMessagesPerTick);
+  const bool some = next_message_ < end;
+  while (next_message_ < end) {
+    const Notification notification = std::move(inbox_[next_message_++]);
     ++totals_.messages_received;
     if (!dispatch(notification)) {
       ++totals_.messages_dropped;
     }
     run_actions();
   }
-  return !inbox_.empty();
+  return some;
 }
 
 // False if the message had no effect: malformed, from a stranger, or about something that is over.
@@ -248,16 +294,34 @@ bool Engine::dispatch(const Notification& notification) {
   }
   Message& message = parsed.value();
   if (auto* hello = std::get_if<HelloMessage>(&message.body)) {
-    return on_message(message.from, *hello, notification.peer_name);
+    return on_message(message.from, *hello, message.meeting, notification.peer_name);
   }
   const auto found = peers_.find(message.from);
   if (found == peers_.end() || found->second.name != notification.peer_name) {
     return false;
   }
-  const TimeNs now = clock_.now();
-  found->second.last_heard = now;
+  note_freshness(found->second, message);
   scratch_.clear();
-  const bool used = std::visit(
+  const bool used = on_peer_message(message);
+  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  scratch_.clear();
+  return used;
+}
+
+// What every message of a peer says of the peer itself.
+void Engine::note_freshness(Peer& peer, const Message& message) {
+  const TimeNs now = clock_.now();
+  peer.last_heard = now;
+  peer.their_stamp = std::max(peer.their_stamp, message.stamp);
+  const bool ours = message.meeting != 0 && message.meeting == peer.their_meeting;
+  if (ours && message.echo <= static_cast<std::uint64_t>(now)) {  // no clock of ours is ahead of us
+    peer.proven = std::max(peer.proven, static_cast<TimeNs>(message.echo));
+  }
+}
+
+bool Engine::on_peer_message(Message& message) {
+  const TimeNs now = clock_.now();
+  return std::visit(
       [&](auto& body) {
         using Body = std::decay_t<decltype(body)>;
         if constexpr (std::is_same_v<Body, HelloMessage> || std::is_same_v<Body, KeepaliveMessage>) {
@@ -276,56 +340,53 @@ bool Engine::dispatch(const Notification& notification) {
         } else if constexpr (std::is_same_v<Body, RevokeMessage>) {
           producer_.on_revoke(message.from, body, now, scratch_);
           return true;
+        } else if constexpr (std::is_same_v<Body, GrantMessage>) {
+          return on_message(message.from, body, message.meeting);
         } else {
           return on_message(message.from, body);
         }
       },
       message.body);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
-  scratch_.clear();
-  return used;
 }
 
-bool Engine::on_message(Session from, HelloMessage& message, const std::string& claimed_name) {
-  if (message.to != self_.session || stopping_) {
+bool Engine::on_message(Session from, HelloMessage& message, std::uint64_t meeting,
+                        const std::string& claimed_name) {
+  if (message.to != self_.session || meeting == 0 || stopping_) {
     return false;
+  }
+  if (const auto peer = peers_.find(from); peer != peers_.end()) {
+    if (peer->second.name != claimed_name || meeting < peer->second.their_meeting) {
+      return false;  // a stranger under its session, or a HELLO that was long on the way
+    }
+    if (peer->second.planner != nullptr && meeting != peer->second.their_meeting) {
+      lose_peer(from, "it has lost us, and meets us anew", false);
+    }
   }
   Result<PeerInfo> info = decode_peer_info(message.peer_info);
   if (!info.is_ok() || info.value().session != from || from == self_.session) {
     return false;
   }
-  const Status status = admit(info.value(), message, claimed_name);
+  const Status status = admit(info.value(), message, meeting, claimed_name);
   if (!peers_.contains(from)) {
     return false;  // it could not even be loaded: nobody to answer
   }
   if (status.is_ok()) {
-    send(from, WelcomeMessage{from});
+    send(from, WelcomeMessage{from, meeting});
   } else {
-    send(from, RefuseMessage{from, status.message()});
+    send(from, RefuseMessage{from, status.message(), meeting});
   }
   return true;
 }
 
 // Makes the sender of a HELLO a consumer of ours. Repeating it changes nothing.
-Status Engine::admit(const PeerInfo& info, HelloMessage& message, const std::string& claimed_name) {
-  auto found = peers_.find(info.session);
-  if (found == peers_.end()) {
-    if (peers_.size() >= config_.max_peers) {
-      return Status::error("too many peers");
+Status Engine::admit(const PeerInfo& info, HelloMessage& message, std::uint64_t meeting,
+                     const std::string& claimed_name) {
+  if (!peers_.contains(info.session)) {
+    if (const auto loaded = load_peer(info, &claimed_name); !loaded.is_ok()) {
+      return loaded.status();
     }
-    Result<std::string> name = transport_.add_peer(info.transport_metadata);
-    if (!name.is_ok()) {
-      return name.status();
-    }
-    if (name.value() != claimed_name) {
-      transport_.remove_peer(name.value());
-      return Status::error("the sender is not who its metadata says");
-    }
-    found = peers_.emplace(info.session, Peer{}).first;
-    found->second.name = name.value();
-    found->second.info = info;
   }
-  Peer& peer = found->second;
+  Peer& peer = peers_.at(info.session);
   peer.last_heard = clock_.now();
   if (peer.planner != nullptr) {
     return Status::ok();
@@ -337,6 +398,7 @@ Status Engine::admit(const PeerInfo& info, HelloMessage& message, const std::str
     return status;
   }
   peer.fan_out = message.fan_out;
+  peer.their_meeting = meeting;
   peer.planner = std::make_unique<CopyPlanner>(self_.regions, info.regions,
                                                std::move(message.pairs), true);
   return Status::ok();
@@ -344,7 +406,7 @@ Status Engine::admit(const PeerInfo& info, HelloMessage& message, const std::str
 
 bool Engine::on_message(Session from, const WelcomeMessage& message) {
   Peer& peer = peers_.at(from);
-  if (message.to != self_.session || !peer.greeted) {
+  if (message.to != self_.session || !peer.greeted || message.meeting != peer.our_meeting) {
     return false;
   }
   peer.welcomed = true;
@@ -354,17 +416,26 @@ bool Engine::on_message(Session from, const WelcomeMessage& message) {
 
 bool Engine::on_message(Session from, const RefuseMessage& message) {
   Peer& peer = peers_.at(from);
-  if (message.to != self_.session || !peer.greeted || peer.welcomed) {
+  if (message.to != self_.session || !peer.greeted || message.meeting != peer.our_meeting) {
     return false;
+  }
+  if (peer.welcomed) {
+    lose_peer(from, "it no longer knows us", false);
+    return true;
   }
   peer.greeted = false;
   fail_connects(from, Status::error("the producer refuses: " + message.detail));
   return true;
 }
 
-bool Engine::on_message(Session from, GrantMessage& message) {
+bool Engine::on_message(Session from, GrantMessage& message, std::uint64_t meeting) {
   const Peer& peer = peers_.at(from);
-  if (peer.planner == nullptr || stopping_) {
+  if (stopping_) {
+    return false;
+  }
+  if (peer.planner == nullptr || meeting != peer.their_meeting) {
+    // Without effect if it is a late one; else its sender must learn that it has to meet us again.
+    send(from, RefuseMessage{from, "this meeting is over", meeting});
     return false;
   }
   producer_.on_grant({from, peer.info.engine_id, peer.fan_out}, std::move(message), clock_.now(),
@@ -389,7 +460,13 @@ void Engine::send(Session to, const MessageBody& body) {
   if (found == peers_.end()) {
     return;  // lost in the meantime: the state machines have been told
   }
-  const Status status = transport_.notify(found->second.name, encode_message({self_.session, body}));
+  const Peer& peer = found->second;
+  Message message{self_.session, body};
+  message.meeting = peer.greeted ? peer.our_meeting : 0;
+  message.stamp = static_cast<std::uint64_t>(clock_.now());
+  // Before WELCOME the producer may still hold what belonged to an older meeting.
+  message.echo = peer.welcomed ? peer.their_stamp : 0;
+  const Status status = transport_.notify(peer.name, encode_message(message));
   if (!status.is_ok()) {
     lose_peer(to, "sending failed: " + status.message(), false);
     return;
@@ -446,8 +523,8 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
     return;
   }
   const TimeNs now = clock_.now();
-  // What we sent last may have been heard now at the latest; from then on it writes for
-  // peer_timeout at most (rule 2).
+  // What we sent last carries the newest proof of life that it can have. Whenever that arrives, it
+  // writes for peer_timeout after it at most (rule 2).
   const TimeNs fence =
       writes_no_more ? now : found->second.last_sent + config_.peer_timeout + config_.fence_margin;
   transport_.remove_peer(found->second.name);
@@ -464,12 +541,12 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
 // --- ticks --------------------------------------------------------------------------------------
 
 bool Engine::step_posts() {
-  const TimeNs now = clock_.now();
-  const auto may_post = [this, now](ServeId serve, Session to) {
+  const auto may_post = [this](ServeId serve, Session to) {
     const auto peer = peers_.find(to);
-    // Rule 2, the producer's part: a consumer we have not heard of may be giving its blocks back.
-    return peer != peers_.end() && now - peer->second.last_heard < config_.peer_timeout &&
-           producer_.may_post(serve);
+    // Rule 2, the producer's part: a consumer that may be out of reach may be giving its blocks
+    // back. The time is read anew for each post: this process may have been stopped since the last.
+    return peer != peers_.end() && peer->second.proven != 0 &&
+           clock_.now() - peer->second.proven < config_.peer_timeout && producer_.may_post(serve);
   };
   bool progress = false;
   for (int part = 0; part < kPartsPerTick; ++part) {
@@ -501,15 +578,11 @@ bool Engine::open_fences() {
     }
     FencedOfferCommand next = std::move(waiting);
     fences_.pop_front();
-    const Ticket ticket = next.offer.ticket;
-    if (!complete.is_ok()) {
-      next.offer.watermark = 0;  // nothing can be said of its KV
-      next.offer.final = false;
-    }
-    deliver(std::move(next.offer));
-    if (!complete.is_ok()) {
+    if (complete.is_ok()) {
+      deliver(std::move(next.offer));
+    } else {  // nothing can be said of its KV
       scratch_.clear();
-      producer_.withdraw(ticket, Reason::kTransportError, clock_.now(), scratch_);
+      producer_.refuse(std::move(next.offer), Reason::kTransportError, clock_.now(), scratch_);
       std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
     }
     run_actions();

@@ -3,6 +3,17 @@
 // Commands from Python go in through handle(), time passes in tick(), events for Python come out of
 // take_events(). Loop thread only; nothing here blocks, and a tick does a bounded amount of work.
 // It owns no thread and reads no clock but the one it was given, so the simulator drives it as it is.
+//
+// Proof of life (design, rule 2). A producer may write to a consumer only while that one still
+// means what it granted. That a message arrived proves nothing: it may be as old as the time this
+// process was stopped for, or the network slow. So every message carries its sender's clock as an
+// opaque stamp, and a consumer sends the latest stamp it has seen back. Time counts from the stamp:
+// a producer posts while the latest echo is younger than peer_timeout, and a consumer that has lost
+// it waits, from what it sent last, for longer than that.
+//
+// Meetings. A consumer counts its HELLOs to a producer and names the count in each message. A new
+// one ends, on the producer, whatever belonged to an older: the consumer has waited for its fence
+// and given those blocks back, and messages of the older meeting may still be on the way.
 #pragma once
 
 #include <cstdint>
@@ -134,14 +145,18 @@ class Engine {
     PeerInfo info;
     TimeNs last_heard = 0;
     TimeNs last_sent = 0;
+    std::uint64_t their_stamp = 0;  // the latest seen
     // We are its consumer.
     bool greeted = false;  // HELLO sent
     bool welcomed = false;
     HelloMessage hello;
     TimeNs hello_sent = 0;
+    std::uint64_t our_meeting = 0;
     // It is our consumer.
     std::unique_ptr<CopyPlanner> planner;
     std::uint32_t fan_out = 1;
+    std::uint64_t their_meeting = 0;
+    TimeNs proven = 0;  // it was alive, in this meeting, at this time of ours; 0: not known
   };
 
   // Commands.
@@ -159,11 +174,17 @@ class Engine {
   // Messages.
   bool receive();
   bool dispatch(const Notification& notification);
-  bool on_message(Session from, HelloMessage& message, const std::string& claimed_name);
+  bool on_message(Session from, HelloMessage& message, std::uint64_t meeting,
+                  const std::string& claimed_name);
   bool on_message(Session from, const WelcomeMessage& message);
   bool on_message(Session from, const RefuseMessage& message);
-  bool on_message(Session from, GrantMessage& message);
-  Status admit(const PeerInfo& info, HelloMessage& message, const std::string& claimed_name);
+  bool on_message(Session from, GrantMessage& message, std::uint64_t meeting);
+  bool on_peer_message(Message& message);
+  Result<Peer*> load_peer(const PeerInfo& info, const std::string* claimed_name);
+  Status admit(const PeerInfo& info, HelloMessage& message, std::uint64_t meeting,
+               const std::string& claimed_name);
+  void note_freshness(Peer& peer, const Message& message);
+  bool is_named(const std::string& name) const;
 
   // Actions.
   void run_actions();
@@ -196,7 +217,9 @@ class Engine {
   std::deque<FencedOfferCommand> fences_;
   std::deque<Action> actions_;
   std::vector<EngineEvent> events_;
-  std::vector<Notification> inbox_;  // scratch
+  std::vector<Notification> inbox_;  // received, not yet handled from next_message_ on
+  std::size_t next_message_ = 0;
+  std::uint64_t meetings_ = 0;
   std::vector<PostEnded> ended_;     // scratch
   Actions scratch_;
   EngineCounters totals_;

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "clock.h"
 
 namespace kvpush {
@@ -41,6 +42,7 @@ class Mailbox {
 
   // Swaps what has come into `out`, which must be empty; its capacity is reused.
   void take(std::vector<T>& out) {
+    KVPUSH_CHECK(out.empty(), "what is in the vector would be handed out again");
     const std::lock_guard lock(mutex_);
     values_.swap(out);
   }

@@ -155,16 +155,24 @@ void read_body(WireReader& in, HelloMessage& m) {
   m.fan_out = in.u32();
 }
 
-void write_body(WireWriter& out, const WelcomeMessage& m) { out.u64(m.to); }
-void read_body(WireReader& in, WelcomeMessage& m) { m.to = in.u64(); }
+void write_body(WireWriter& out, const WelcomeMessage& m) {
+  out.u64(m.to);
+  out.varint(m.meeting);
+}
+void read_body(WireReader& in, WelcomeMessage& m) {
+  m.to = in.u64();
+  m.meeting = in.varint();
+}
 
 void write_body(WireWriter& out, const RefuseMessage& m) {
   out.u64(m.to);
   out.string(clipped(m.detail));
+  out.varint(m.meeting);
 }
 void read_body(WireReader& in, RefuseMessage& m) {
   m.to = in.u64();
   m.detail = in.string(kMaxDetailBytes);
+  m.meeting = in.varint();
 }
 
 void write_body(WireWriter& out, const GrantMessage& m) {
@@ -258,6 +266,9 @@ Bytes encode_message(const Message& message) {
   out.u8(kMessageVersion);
   out.u8(static_cast<std::uint8_t>(message.body.index()));
   out.u64(message.from);
+  out.varint(message.meeting);
+  out.varint(message.stamp);
+  out.varint(message.echo);
   std::visit([&out](const auto& body) { write_body(out, body); }, message.body);
   return out.take();
 }
@@ -272,6 +283,9 @@ Result<Message> parse_message(BytesView bytes) {
   const std::size_t kind = in.u8();
   Message message;
   message.from = in.u64();
+  message.meeting = in.varint();
+  message.stamp = in.varint();
+  message.echo = in.varint();
   if (!in.ok() || message.from == 0 || !read_kind(in, kind, message.body) || !in.at_end() ||
       zero_attempt(message.body)) {
     return Status::error("malformed message of " + std::to_string(bytes.size()) + " bytes");

@@ -1,7 +1,8 @@
 // Messages: what ranks say to each other in NIXL notifications. Pure: any thread.
 //
-// Layout: version (1 byte), kind (1 byte), sender's session (8 bytes), body. parse_message() is
-// total: any bytes give a message or an error, and never more memory than the bounds below allow.
+// Layout: version (1 byte), kind (1 byte), sender's session (8 bytes), meeting, stamp and echo
+// (1 to 10 bytes each), body. parse_message() is total: any bytes give a message or an error, and
+// never more memory than the bounds below allow.
 //
 //   consumer -> producer   HELLO  GRANT  REVOKE
 //   producer -> consumer   WELCOME REFUSE  ACCEPTED  WRITTEN  FAILED  REVOKED
@@ -39,11 +40,13 @@ struct HelloMessage {
 };
 struct WelcomeMessage {
   Session to = 0;
+  std::uint64_t meeting = 0;  // that of the HELLO which this answers
   bool operator==(const WelcomeMessage&) const = default;
 };
 struct RefuseMessage {
   Session to = 0;
   std::string detail;
+  std::uint64_t meeting = 0;  // that of the HELLO which this answers
   bool operator==(const RefuseMessage&) const = default;
 };
 // "These blocks, these token positions, until revoked." An empty span: nothing is needed.
@@ -95,9 +98,16 @@ using MessageBody =
                  WrittenMessage, FailedMessage, RevokeMessage, RevokedMessage, KeepaliveMessage,
                  GoodbyeMessage>;
 
+// The three numbers after `from` prove that a consumer is alive and still means what it granted. A
+// message may lie unread or travel for as long as it likes, so its arrival proves nothing about now.
 struct Message {
   Session from = 0;
   MessageBody body;
+  // Counts the sender's meetings with the receiver as its consumer; 0: it is not its consumer.
+  // What a consumer granted in one meeting ends with it.
+  std::uint64_t meeting = 0;
+  std::uint64_t stamp = 0;  // the sender's clock; means nothing to the receiver; 0: none
+  std::uint64_t echo = 0;   // the latest stamp of the receiver that the sender has seen; 0: none
   bool operator==(const Message&) const = default;
 };
 

@@ -96,7 +96,8 @@ Status NixlLibrary::resolve_all() {
   Resolver resolve(library_);
   resolve("nixl_capi_is_stub", functions_.is_stub);
   if (resolve.status().is_ok() && functions_.is_stub()) {
-    return Status::error(path() + " is NIXL's stub library, which does nothing: install NIXL itself "
+    return Status::error(path() +
+                         " is NIXL's stub library, which does nothing: install NIXL itself "
                          "(pip install nixl)");
   }
   resolve_objects(resolve, functions_);

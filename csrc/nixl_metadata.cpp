@@ -23,7 +23,8 @@ std::uint64_t checksum(BytesView bytes) noexcept {
 }
 
 void append_integer(Bytes& out, std::uint64_t value, std::size_t width) {
-  for (std::size_t i = 0; i < width; ++i) out.push_back(static_cast<std::byte>(value >> (8 * i)));
+  for (std::size_t i = 0; i < width; ++i)
+    out.push_back(static_cast<std::byte>(value >> (8 * i)));
 }
 
 std::uint64_t read_integer(BytesView bytes, std::size_t at, std::size_t width) noexcept {
@@ -35,7 +36,8 @@ std::uint64_t read_integer(BytesView bytes, std::size_t at, std::size_t width) n
 }
 
 void append_text(Bytes& out, const std::string& text) {
-  for (const char c : text) out.push_back(static_cast<std::byte>(c));
+  for (const char c : text)
+    out.push_back(static_cast<std::byte>(c));
 }
 
 std::string read_text(BytesView bytes) {
@@ -59,7 +61,8 @@ Bytes wrap_nixl_metadata(const NixlMetadata& metadata) {
   Bytes out;
   out.reserve(kHeaderBytes + metadata.agent_name.size() + metadata.backend_name.size() +
               metadata.blob.size());
-  for (const char c : kMagic) out.push_back(static_cast<std::byte>(c));
+  for (const char c : kMagic)
+    out.push_back(static_cast<std::byte>(c));
   append_integer(out, 0, 8);  // the checksum, once the rest is there
   append_integer(out, metadata.blob.size(), 4);
   append_integer(out, metadata.agent_name.size(), 2);

@@ -42,7 +42,8 @@ bool overlaps(const MemoryRange& a, const MemoryRange& b) noexcept {
 }
 
 Status check_range(const MemoryRange& range) {
-  if (range.length == 0) return Status::error("cannot register " + describe(range) + ": it is empty");
+  if (range.length == 0)
+    return Status::error("cannot register " + describe(range) + ": it is empty");
   if (range.address == 0 || range.address + range.length < range.address) {
     return Status::error("cannot register " + describe(range) + ": that is no valid address range");
   }
@@ -62,7 +63,8 @@ std::vector<MemoryRange> merge(std::span<const MemoryRange> ranges) {
     if (!merged.empty() && same_memory(merged.back(), range)) {
       MemoryRange& last = merged.back();
       const std::uint64_t end = last.address + last.length;
-      const bool joins = range.kind == MemoryKind::kHost ? range.address <= end : range.address < end;
+      const bool joins =
+          range.kind == MemoryKind::kHost ? range.address <= end : range.address < end;
       if (joins) {
         last.length = std::max(end, range.address + range.length) - last.address;
         continue;
@@ -123,7 +125,8 @@ Status NixlTransport::create_backend() {
   if (status != kNixlSuccess) {
     backend_ = nullptr;
     return nixl_error("cannot create the NIXL backend " + options_.backend + " (library " +
-                          library_->path() + "; its plugins are expected in the folder 'plugins' "
+                          library_->path() +
+                          "; its plugins are expected in the folder 'plugins' "
                           "beside libnixl.so or in NIXL_PLUGIN_DIR)",
                       status);
   }
@@ -172,7 +175,8 @@ NixlTransport::~NixlTransport() {
     return;
   }
   if (agent_ != nullptr) {
-    for (const auto& [name, peer] : peers_) nixl_->invalidate_remote_md(agent_, name.c_str());
+    for (const auto& [name, peer] : peers_)
+      nixl_->invalidate_remote_md(agent_, name.c_str());
   }
   destroy_reusables();
   if (agent_ != nullptr) nixl_->destroy_agent(agent_);
@@ -249,8 +253,8 @@ Result<std::string> NixlTransport::add_peer(BytesView metadata) {
   if (const auto found = peers_.find(name); found != peers_.end()) {
     const Peer& peer = found->second;
     if (peer.in_flight != 0) {
-      const bool same = std::equal(metadata.begin(), metadata.end(), peer.metadata.begin(),
-                                   peer.metadata.end());
+      const bool same =
+          std::equal(metadata.begin(), metadata.end(), peer.metadata.begin(), peer.metadata.end());
       if (same && !peer.leaving) return name;
       return Status::error("peer '" + name + "' cannot be replaced yet: " +
                            std::to_string(peer.in_flight) + " transfers with it are in flight");
@@ -363,8 +367,8 @@ Status NixlTransport::fill_lists(const CopyBatch& batch, const DescriptorLists& 
   for (const CopyRun& run : batch.runs) {
     if (run.length == 0) return Status::error("cannot post a batch with an empty run");
     if (status != kNixlSuccess) break;
-    status = nixl_->xfer_dlist_add_desc(lists.local, run.local_address, run.length,
-                                        batch.local_device);
+    status =
+        nixl_->xfer_dlist_add_desc(lists.local, run.local_address, run.length, batch.local_device);
     if (status != kNixlSuccess) break;
     status = nixl_->xfer_dlist_add_desc(lists.remote, run.remote_address, run.length,
                                         batch.remote_device);
@@ -419,8 +423,8 @@ Result<HandleId> NixlTransport::post(CopyDirection direction, const std::string&
   }
   const HandleId id = next_handle_++;
   const bool done = status == kNixlSuccess;
-  handles_.emplace(id, Handle{created.value(), peer_name,
-                              done ? HandleState::kDone : HandleState::kInProgress});
+  handles_.emplace(
+      id, Handle{created.value(), peer_name, done ? HandleState::kDone : HandleState::kInProgress});
   if (!done) ++found->second.in_flight;
   return id;
 }
@@ -466,6 +470,8 @@ void NixlTransport::release(HandleId id) {
   handles_.erase(found);
 }
 
-Transport::Counts NixlTransport::counts() const { return {handles_.size(), peers_.size()}; }
+Transport::Counts NixlTransport::counts() const {
+  return {handles_.size(), peers_.size()};
+}
 
 }  // namespace kvpush

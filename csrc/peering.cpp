@@ -1,5 +1,6 @@
 #include "peering.h"
 
+#include <set>
 #include <string>
 
 namespace kvpush {
@@ -38,7 +39,13 @@ Result<std::vector<PeerTarget>> find_targets(std::span<const PeerInfo> producers
                          std::to_string(consumers.size()) + " consumer ranks; rank " +
                          std::to_string(consumer_index) + " is not among them");
   }
+  std::set<Session> sessions;
   for (const PeerInfo& producer : producers) {
+    // A rank is known by its session: with two alike, one of them would never be heard of.
+    if (producer.session == 0 || !sessions.insert(producer.session).second) {
+      return Status::error("producer rank " + std::to_string(producer.tp_rank) + " of engine '" +
+                           producer.engine_id + "' names the session of another rank");
+    }
     if (Status status = check_compatible(consumers[consumer_index], producer); !status.is_ok()) {
       return status;
     }
@@ -55,7 +62,7 @@ Result<std::vector<PeerTarget>> find_targets(std::span<const PeerInfo> producers
     }
     std::uint32_t fan_out = 0;
     for (std::size_t c = 0; c < consumers.size(); ++c) {
-      fan_out += assignment.value().pairs(p, c).empty() ? 0 : 1;
+      fan_out += assignment.value().pairs(p, c).empty() ? 0U : 1U;
     }
     targets.push_back({producers[p], pairs, fan_out});
   }

@@ -124,6 +124,7 @@ void Poster::post_part(Active& active) {
   }
   active.handles.push_back(handle.value());
   ++in_flight_;
+  ++in_flight_to_[active.job.to];
   ++handles_posted_;
   ++active.next_part;
   active.result.stats.descriptors += batch.runs.size();
@@ -139,11 +140,13 @@ bool Poster::post_next(const std::function<bool(ServeId, Session)>& may_post) {
       continue;
     }
     if (!may_post(active.job.serve, active.job.to)) {
-      drop_rest(active, Reason::kRevoked, "given up before all of it was posted");
+      // Where the serve has ended already, its own reason stands.
+      drop_rest(active, Reason::kPeerLost, "the consumer gave no sign of life in time");
       continue;
     }
-    if (in_flight_ >= config_.max_handles_in_flight) {
-      return false;
+    const auto busy = in_flight_to_.find(active.job.to);
+    if (busy != in_flight_to_.end() && busy->second >= config_.max_handles_in_flight) {
+      continue;
     }
     post_part(active);
     return true;
@@ -166,6 +169,10 @@ bool Poster::poll_handles(Active& active) {
     active.handles[i] = active.handles.back();
     active.handles.pop_back();
     --in_flight_;
+    const auto busy = in_flight_to_.find(active.job.to);
+    if (--busy->second == 0) {
+      in_flight_to_.erase(busy);
+    }
     active.last_done = clock_.now();
     ended = true;
   }

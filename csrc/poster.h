@@ -11,6 +11,7 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "clock.h"
@@ -23,7 +24,8 @@ namespace kvpush {
 struct PosterConfig {
   std::uint32_t max_batch_descriptors = 1'024;    // 4 to 8 ms of posting at worst
   std::uint64_t max_batch_bytes = 32ULL << 20;    // 3 to 6 ms of copying at 5 to 10 GB/s
-  std::uint32_t max_handles_in_flight = 64;       // keeps an RDMA queue busy; more adds nothing
+  // To each peer: keeps an RDMA queue busy, and a peer that takes nothing leaves the others alone.
+  std::uint32_t max_handles_in_flight = 64;
 };
 
 struct PostJob {
@@ -93,6 +95,7 @@ class Poster {
   std::deque<Active> queue_;
   std::vector<CopyPlan> spare_plans_;
   std::size_t in_flight_ = 0;
+  std::unordered_map<Session, std::uint32_t> in_flight_to_;  // no entry: none
   std::uint64_t handles_posted_ = 0;
   std::uint64_t bytes_posted_ = 0;
 };

@@ -22,6 +22,17 @@ bool append_blocks(BlockTable& table, BlockTable&& more) {
   return true;
 }
 
+// Ranks of one engine are milliseconds apart, retries of one transfer seconds: a few are enough.
+constexpr std::size_t kMaxPastAttempts = 8;
+
+std::size_t count_blocks(const BlockTable& table) {
+  std::size_t count = 0;
+  for (const GroupBlocks& group : table) {
+    count += group.ids.size();
+  }
+  return count;
+}
+
 std::string tokens(std::uint32_t count) { return std::to_string(count) + " tokens"; }
 
 }  // namespace
@@ -31,6 +42,7 @@ std::string tokens(std::uint32_t count) { return std::to_string(count) + " token
 Producer::KeyEntry& Producer::entry_for(const TransferKey& key, TimeNs now) {
   KeyEntry& entry = keys_[key];
   entry.forget = now + config_.grant_ttl;
+  note_due(entry.forget);
   return entry;
 }
 
@@ -42,6 +54,16 @@ void Producer::KeyEntry::start_attempt(Attempt next, std::string engine, std::ui
   reason = Reason::kNone;
   detail.clear();
   culprit = 0;
+}
+
+std::vector<ServeId> Producer::KeyEntry::retire_attempt() {
+  if (attempt != 0) {
+    past.push_back(std::exchange(attempt, 0));
+    if (past.size() > kMaxPastAttempts) {
+      past.erase(past.begin());
+    }
+  }
+  return std::exchange(serves, {});
 }
 
 // Ends the entry's offer if all that it waits for has ended, and forgets what has been settled.
@@ -56,7 +78,7 @@ void Producer::settle_entry(const TransferKey& key, Actions& out) {
       finish_offer(std::exchange(entry.offer, 0), entry.reason, entry.detail, entry.culprit, out);
       entry.attempt = 0;  // offer and grants have met: nothing to remember
     } else if (entry.offer == 0 && entry.given_up != Reason::kNone) {
-      entry.attempt = 0;  // both legs are gone
+      entry.retire_attempt();  // both legs are gone
     }
   }
   // Grants that ended before their offer, and a prefill given up before its grants, are remembered
@@ -76,6 +98,10 @@ void Producer::offer(OfferCommand command, TimeNs now, Actions& out) {
     return;
   }
   auto found = offers_.find(command.ticket);
+  if (found != offers_.end() && found->second.withdrawn) {
+    found->second.final = found->second.final || command.final;
+    return;
+  }
   if (found == offers_.end()) {
     const bool taken = keys_.contains(command.key) && keys_.at(command.key).offer != 0;
     const bool full = offers_.size() >= config_.max_offers || keys_.size() >= config_.max_keys;
@@ -95,12 +121,13 @@ void Producer::offer(OfferCommand command, TimeNs now, Actions& out) {
   }
   Offer& offer = found->second;
   if (!append_blocks(offer.blocks, std::move(command.new_blocks))) {
-    withdraw(command.ticket, Reason::kBadRequest, now, out);
+    end_offer(command.ticket, Reason::kBadRequest, command.final, now, out);
     return;
   }
   offer.watermark = std::max(offer.watermark, command.watermark);
   offer.final = command.final;
   offer.expires = now + config_.offer_ttl;
+  note_due(offer.expires);
 
   const TransferKey key = offer.key;
   const std::vector<ServeId> serves = keys_.at(key).serves;
@@ -116,32 +143,54 @@ void Producer::offer(OfferCommand command, TimeNs now, Actions& out) {
 }
 
 void Producer::withdraw(Ticket ticket, Reason reason, TimeNs now, Actions& out) {
-  if (ended_open_.erase(ticket) != 0) {
+  end_offer(ticket, reason, true, now, out);
+}
+
+void Producer::refuse(OfferCommand command, Reason reason, TimeNs now, Actions& out) {
+  const Ticket ticket = command.ticket;
+  const bool last = std::exchange(command.final, false);
+  command.watermark = 0;
+  command.new_blocks.clear();
+  offer(std::move(command), now, out);  // so that there is something to end, and to report
+  end_offer(ticket, reason, last, now, out);
+}
+
+void Producer::end_offer(Ticket ticket, Reason reason, bool owner_is_done, TimeNs now,
+                         Actions& out) {
+  if (owner_is_done && ended_open_.erase(ticket) != 0) {
     return;
   }
   const auto found = offers_.find(ticket);
-  if (found == offers_.end() || found->second.withdrawn) {
+  if (found == offers_.end()) {
     return;
   }
   Offer& offer = found->second;
+  offer.final = offer.final || owner_is_done;  // else finish_offer() remembers it as open
+  if (offer.withdrawn) {
+    return;
+  }
   offer.withdrawn = true;
-  offer.final = true;  // nothing more will be added
   offer.reason = reason;
   const TransferKey key = offer.key;
   keys_.at(key).offer = 0;
   if (offer.users == 0) {
     finish_offer(ticket, reason, {}, 0, out);
   }
-  fail_key(key, reason, now, out);
+  give_up_key(key, reason, now, out);
 }
 
 void Producer::fail_key(const TransferKey& key, Reason reason, TimeNs now, Actions& out) {
-  if (!keys_.contains(key) && keys_.size() >= config_.max_keys) {
+  const auto found = keys_.find(key);
+  if (found == keys_.end() ? keys_.size() >= config_.max_keys : found->second.offer != 0) {
     return;  // grants without an offer expire by themselves
   }
+  give_up_key(key, reason, now, out);
+}
+
+void Producer::give_up_key(const TransferKey& key, Reason reason, TimeNs now, Actions& out) {
   KeyEntry& entry = entry_for(key, now);
   entry.given_up = reason;
-  const std::vector<ServeId> serves = entry.serves;
+  const std::vector<ServeId> serves = entry.retire_attempt();
   for (const ServeId id : serves) {
     begin_end(id, reason, "the prefill was given up", now, out);
   }
@@ -154,7 +203,7 @@ void Producer::withdraw_all(Reason reason, TimeNs now, Actions& out) {
     tickets.push_back(ticket);
   }
   for (const Ticket ticket : tickets) {
-    withdraw(ticket, reason, now, out);
+    end_offer(ticket, reason, false, now, out);
   }
   std::vector<ServeId> serves;
   for (const auto& [id, serve] : serves_) {
@@ -204,13 +253,19 @@ bool Producer::refuse_grant(const ConsumerPeer& peer, const GrantMessage& messag
     return true;
   };
   if (serves_.size() >= config_.max_serves ||
+      granted_blocks_ + count_blocks(message.blocks) > config_.max_granted_blocks ||
       (found == keys_.end() && keys_.size() >= config_.max_keys)) {
     return refuse(Reason::kTableFull, "the producer serves too many grants");
   }
   if (found != keys_.end()) {
     const KeyEntry& entry = found->second;
-    const bool other_attempt = entry.attempt != 0 && entry.attempt != message.attempt;
-    if (other_attempt && !entry.all_ended() && entry.engine_id != peer.engine_id) {
+    if (std::find(entry.past.begin(), entry.past.end(), message.attempt) != entry.past.end()) {
+      const bool given_up = entry.given_up != Reason::kNone;
+      return refuse(given_up ? entry.given_up : Reason::kSuperseded,
+                    "this attempt of the transfer is over");
+    }
+    const bool live = entry.attempt != 0 && !entry.all_ended();
+    if (live && entry.engine_id != peer.engine_id) {
       return refuse(Reason::kAmbiguous,
                     "another consumer engine has a live grant with this transfer id and prompt");
     }
@@ -224,7 +279,7 @@ void Producer::join_attempt(KeyEntry& entry, const ConsumerPeer& peer, Attempt a
   if (entry.attempt == attempt) {
     return;
   }
-  const std::vector<ServeId> older = std::exchange(entry.serves, {});
+  const std::vector<ServeId> older = entry.retire_attempt();
   entry.start_attempt(attempt, peer.engine_id, peer.fan_out);
   for (const ServeId id : older) {
     begin_end(id, Reason::kSuperseded, "a newer attempt of this transfer came", now, out);
@@ -249,6 +304,8 @@ void Producer::on_grant(const ConsumerPeer& peer, GrantMessage message, TimeNs n
   serve.posted_to = message.span.begin;
   const bool given_up = entry.given_up != Reason::kNone;
   serve.expires = now + (given_up ? config_.retry_grace : config_.grant_ttl);
+  note_due(serve.expires);
+  granted_blocks_ += count_blocks(serve.blocks);
   by_attempt_.emplace(AttemptKey{peer.session, message.attempt}, id);
   Serve& placed = serves_.emplace(id, std::move(serve)).first->second;
   entry.serves.push_back(id);
@@ -346,6 +403,7 @@ void Producer::finish_serve(ServeId id, TimeNs /*now*/, Actions& out) {
                "a serve ends once, with nothing in flight");
   Serve serve = std::move(found->second);
   serves_.erase(found);
+  granted_blocks_ -= count_blocks(serve.blocks);
   by_attempt_.erase(AttemptKey{serve.session, serve.attempt});
   add_tombstone(AttemptKey{serve.session, serve.attempt});
 
@@ -365,6 +423,7 @@ void Producer::finish_serve(ServeId id, TimeNs /*now*/, Actions& out) {
     return;  // a superseded serve outlived its key
   }
   KeyEntry& entry = key->second;
+  note_due(entry.offer == 0 ? entry.forget : offers_.at(entry.offer).expires);
   if (entry.attempt == serve.attempt) {
     std::erase(entry.serves, id);
     ++entry.ended;
@@ -397,10 +456,24 @@ void Producer::on_post_ended(ServeId id, Reason reason, std::string detail, cons
 // --- time ---------------------------------------------------------------------------------------
 
 void Producer::on_tick(TimeNs now, Actions& out) {
+  if (now < next_due_) {
+    return;
+  }
+  next_due_ = std::numeric_limits<TimeNs>::max();
+  expire_serves(now, out);
+  expire_entries(now, out);
+}
+
+void Producer::expire_serves(TimeNs now, Actions& out) {
   std::vector<ServeId> stale;
   for (const auto& [id, serve] : serves_) {
-    if (serve.state == ServeState::kWaiting && now >= serve.expires) {
+    if (serve.state != ServeState::kWaiting) {
+      continue;
+    }
+    if (now >= serve.expires) {
       stale.push_back(id);
+    } else {
+      note_due(serve.expires);
     }
   }
   for (const ServeId id : stale) {
@@ -408,22 +481,37 @@ void Producer::on_tick(TimeNs now, Actions& out) {
     if (serve == serves_.end()) {
       continue;
     }
-    const Reason given_up = keys_.at(serve->second.key).given_up;
+    const auto entry = keys_.find(serve->second.key);
+    const Reason given_up = entry == keys_.end() ? Reason::kNone : entry->second.given_up;
     const bool expired = given_up == Reason::kNone;
     begin_end(id, expired ? Reason::kGrantExpired : given_up,
               expired ? "no prefill came for this grant" : "the prefill was given up", now, out);
   }
+}
 
+void Producer::expire_entries(TimeNs now, Actions& out) {
   std::vector<TransferKey> idle;
   std::vector<Ticket> unclaimed;
   for (const auto& [key, entry] : keys_) {
-    if (entry.offer != 0) {
-      const Offer& offer = offers_.at(entry.offer);
-      if (offer.final && !offer.withdrawn && entry.serves.empty() && now >= offer.expires) {
-        unclaimed.push_back(entry.offer);
+    if (!entry.serves.empty()) {
+      continue;  // what ends them looks at the entry again
+    }
+    if (entry.offer == 0) {
+      if (now >= entry.forget) {
+        idle.push_back(key);
+      } else {
+        note_due(entry.forget);
       }
-    } else if (entry.serves.empty() && now >= entry.forget) {
-      idle.push_back(key);
+      continue;
+    }
+    const Offer& offer = offers_.at(entry.offer);
+    if (!offer.final) {
+      continue;  // its owner will end it, or make it final
+    }
+    if (now >= offer.expires) {
+      unclaimed.push_back(entry.offer);
+    } else {
+      note_due(offer.expires);
     }
   }
   for (const TransferKey& key : idle) {

@@ -23,12 +23,18 @@
 // grants end before the offer is made, the entry remembers that, so that the offer ends at once.
 //
 // A newer attempt of the same engine supersedes the older one; another engine with the same key
-// can't be told apart from a mistake and is refused as ambiguous, as is a second offer.
-// Ended attempts are remembered for a while: a late or repeated GRANT must not raise the dead.
+// can't be told apart from a mistake and is refused as ambiguous, as is a second offer. Attempts
+// have no order, so the entry remembers the last ones that are over: the GRANT of another rank that
+// comes late must not supersede the newer attempt, and fails like its siblings.
+// When the prefill is given up, the attempt it would have served is over with it: an offer made
+// under the key later waits for an attempt of its own.
+// Ended grants are remembered for a while: a late or repeated GRANT must not raise the dead.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <map>
 #include <string>
 #include <unordered_map>
@@ -52,7 +58,10 @@ struct ProducerConfig {
   std::size_t max_serves = 65'536;  // thousands of requests x ranks
   std::size_t max_offers = 65'536;
   std::size_t max_keys = 131'072;   // each offer and each grant may have a key of its own
-  std::size_t max_tombstones = 65'536;  // 24 bytes each: 1.5 MB
+  std::size_t max_tombstones = 65'536;  // some 100 bytes each: 7 MB
+  // Block ids of all grants served: 256 MB. Ten thousand prompts of a million tokens have 640
+  // million blocks of 16, but no cache holds them.
+  std::size_t max_granted_blocks = 64U << 20;
 };
 
 struct OfferCommand {
@@ -75,9 +84,14 @@ class Producer {
   explicit Producer(ProducerConfig config) : config_(config) {}
 
   void offer(OfferCommand command, TimeNs now, Actions& out);
-  // Ends an offer early. An unknown ticket is ignored; see fail_key().
+  // The owner ends its offer early and adds nothing more. An unknown ticket is ignored; see
+  // fail_key().
   void withdraw(Ticket ticket, Reason reason, TimeNs now, Actions& out);
-  // Says that no offer will come for this key: waiting grants fail now, later ones soon.
+  // Takes a command whose KV is not to be used, and ends its offer. Its owner may still add to it
+  // (unless this was the last command), which then has no effect.
+  void refuse(OfferCommand command, Reason reason, TimeNs now, Actions& out);
+  // Says that no offer will come for this key: waiting grants fail now, later ones soon. Without
+  // effect while an offer is live under the key: the grants are that one's.
   void fail_key(const TransferKey& key, Reason reason, TimeNs now, Actions& out);
   void withdraw_all(Reason reason, TimeNs now, Actions& out);
 
@@ -89,6 +103,7 @@ class Producer {
   // bytes are in the consumer's memory and announced.
   void on_post_ended(ServeId serve, Reason reason, std::string detail, const PostStats& stats,
                      TimeNs now, Actions& out);
+  // Does nothing, at no cost, while nothing is due.
   void on_tick(TimeNs now, Actions& out);
 
   // Rule 1: asked before each post.
@@ -143,6 +158,8 @@ class Producer {
     std::string detail;
     Session culprit = 0;
     std::vector<ServeId> serves;  // live ones of this attempt
+    // The last attempts that are over, the newest last; see above.
+    std::vector<Attempt> past;
     Reason given_up = Reason::kNone;  // the prefill was given up: no offer is expected
     TimeNs forget = 0;                // an entry with nothing live is dropped at this time
 
@@ -150,6 +167,8 @@ class Producer {
       return attempt != 0 && serves.empty() && ended >= fan_out;
     }
     void start_attempt(Attempt next, std::string engine, std::uint32_t ranks);
+    // Its attempt is over. Gives the grants that were live.
+    std::vector<ServeId> retire_attempt();
   };
   using AttemptKey = std::pair<Session, Attempt>;
 
@@ -158,6 +177,11 @@ class Producer {
                     Actions& out);
   void join_attempt(KeyEntry& entry, const ConsumerPeer& peer, Attempt attempt, TimeNs now,
                     Actions& out);
+  void end_offer(Ticket ticket, Reason reason, bool owner_is_done, TimeNs now, Actions& out);
+  void give_up_key(const TransferKey& key, Reason reason, TimeNs now, Actions& out);
+  void expire_serves(TimeNs now, Actions& out);
+  void expire_entries(TimeNs now, Actions& out);
+  void note_due(TimeNs time) noexcept { next_due_ = std::min(next_due_, time); }
   void pair(ServeId id, Serve& serve, Ticket offer, TimeNs now, Actions& out);
   void advance(ServeId id, TimeNs now, Actions& out);
   void begin_end(ServeId id, Reason reason, std::string detail, TimeNs now, Actions& out);
@@ -177,6 +201,9 @@ class Producer {
   std::unordered_map<TransferKey, KeyEntry, TransferKeyHash> keys_;
   std::map<AttemptKey, bool> tombstones_;
   std::deque<AttemptKey> tombstone_order_;
+  std::size_t granted_blocks_ = 0;
+  // No timer runs out before this: ten thousand requests need not be looked at in every tick.
+  TimeNs next_due_ = std::numeric_limits<TimeNs>::max();
 };
 
 }  // namespace kvpush

@@ -70,8 +70,9 @@ constexpr std::size_t kMaxRegions = 4'096;
 // Tokens in one block. Blocks of hybrid models reach some thousands, so this is room 64 times over;
 // what the planner keeps for each geometry grows with it.
 constexpr std::uint32_t kMaxTokensPerBlock = 262'144;
-// K and V; room for content cut in more parts.
-constexpr std::uint32_t kMaxComponents = 16;
+// K and V are two; a cache that keeps its keys transposed has one for each of a head's elements, of
+// which models have up to 576.
+constexpr std::uint32_t kMaxComponents = 1'024;
 // KV heads of one layer over all ranks. Models have up to some hundred.
 constexpr std::uint32_t kMaxHeads = 65'536;
 

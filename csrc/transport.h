@@ -42,8 +42,9 @@ class Transport {
   // Loads a peer's metadata; returns its name. Loading the same peer again replaces the old one.
   // Any bytes may be passed: what is not metadata is an error.
   virtual Result<std::string> add_peer(BytesView metadata) = 0;
-  // Forgets a peer: breaks connected transports, so that a stopped peer's late writes are refused
-  // where the fabric can. Its handles fail; they must still be released. Unknown names are ignored.
+  // Forgets a peer: nothing more can be posted or sent to it. Its handles go on until they end and
+  // must still be released. It does not stop the peer's own writes into our memory: on UCX those of
+  // a live peer still land. Unknown names are ignored.
   virtual void remove_peer(const std::string& peer_name) = 0;
 
   // Sends a notification. Success means accepted for sending, not delivered.

@@ -30,6 +30,7 @@ fi
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 export TSAN_OPTIONS=${TSAN_OPTIONS:-second_deadlock_stack=1}
+echo "C++ tests, $preset: running ..."
 results=$build/tests.log
 if "${run[@]}" ctest --preset "$preset" --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-2}" >"$results" 2>&1; then
   grep -E '^[0-9]+% tests passed' "$results" | sed "s/^/C++ tests, $preset: /"

@@ -12,20 +12,27 @@
 
 #include <gtest/gtest.h>
 
+#include "copy_plan_parts.h"
+
 namespace {
 // Counts what this thread allocates, so that a test can say "nothing".
 thread_local std::uint64_t allocations = 0;
 }  // namespace
 
-// Not inlined: seen through, malloc and free look to the compiler like a mismatch of new and delete.
+// Not inlined: seen through, malloc and free look to the compiler like a mismatch of new and
+// delete.
 [[gnu::noinline]] void* operator new(std::size_t size) {
   ++allocations;
   void* memory = std::malloc(std::max<std::size_t>(size, 1));
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
 
 namespace kvpush {
 namespace {
@@ -251,6 +258,16 @@ TEST(CopyPlan, PagesThatMakeNoDifferenceAreNoLimit) {
   producer[0].page_stride = 8 * producer[0].token_stride;
   const CopyPlan plan =
       plan_of(producer, consumer, {0, 96}, table(rising(3, 3)), table(rising(9, 3)));
+  EXPECT_EQ(plan.runs.size(), 1U);
+}
+
+TEST(CopyPlan, PagesOfOneTokenMerge) {
+  auto [producer, consumer] = one_layer();
+  producer[0].tokens_per_page = 1;
+  producer[0].page_stride = producer[0].token_stride;
+  producer[0].token_stride = 0;
+  const CopyPlan plan =
+      plan_of(producer, consumer, {1, 40}, table(rising(3, 3)), table(rising(9, 3)));
   EXPECT_EQ(plan.runs.size(), 1U);
 }
 
@@ -483,13 +500,105 @@ TEST(CopyPlan, ASteadyStateAllocatesNothing) {
       const BlockTable others = table(rising(50, 600));
       CopyPlan plan;
       ASSERT_TRUE(planner.plan({0, 9'600}, others, some, plan).is_ok());
+      PatternPlan pattern;
+      ASSERT_TRUE(planner.plan_pattern({0, 9'600}, others, some, pattern).is_ok());
       const std::uint64_t before = allocations;
       const Status first = planner.plan({0, 9'600}, others, some, plan);
-      const Status second = planner.plan({40, 8'611}, others, some, plan);
+      const Status second = planner.plan_pattern({40, 8'611}, others, some, pattern);
       EXPECT_EQ(allocations, before);
       EXPECT_TRUE(first.is_ok() && second.is_ok());
     }
   }
+}
+
+// ---- plans that are not spelled out ----------------------------------------------------------
+
+// All parts, one after the other; each is within the limits and has one pair of memory kinds.
+std::vector<CopyRun> spell_out_all(const PlanParts& parts, const PlanParts::Limits& limits) {
+  std::vector<CopyRun> all;
+  std::vector<CopyRun> runs;
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    const CopyBatch batch = parts.spell_out(part, runs);
+    EXPECT_LE(batch.runs.size(), limits.runs);
+    std::uint64_t bytes = 0;
+    for (const CopyRun& run : batch.runs) {
+      bytes += run.length;
+      EXPECT_EQ(batch.local_kind == MemoryKind::kDevice,
+                ((run.local_address - kProducerBase) / kLayerStep) % 2 == 1);
+      all.push_back(run);
+    }
+    EXPECT_LE(bytes, limits.bytes);
+  }
+  return all;
+}
+
+// Joins runs that follow each other on both sides, to compare plans that are cut differently.
+std::vector<CopyRun> joined(const std::vector<CopyRun>& runs) {
+  std::vector<CopyRun> out;
+  for (const CopyRun& run : runs) {
+    if (!out.empty() && out.back().local_address + out.back().length == run.local_address &&
+        out.back().remote_address + out.back().length == run.remote_address) {
+      out.back().length += run.length;
+    } else {
+      out.push_back(run);
+    }
+  }
+  return out;
+}
+
+TEST(PlanParts, PartsTogetherAreThePlan) {
+  for (const Order order : {Order::kTokenMajor, Order::kHeadMajor}) {
+    Rank producer = make_rank(kProducerBase, 7, {});
+    const Rank consumer = make_rank(kConsumerBase, 7, {.order = order, .tokens = 24});
+    for (std::size_t i = 1; i < 7; i += 2)
+      producer[i].memory = MemoryKind::kDevice;
+    CopyPlanner planner = make_planner(producer, consumer);
+    const BlockTable from = table({4, 5, 6, 9, 8, 20, 21, 22, 1});
+    const BlockTable to = table({4, 5, 6, 11, 7, 8});
+    CopyPlan plan;
+    ASSERT_TRUE(planner.plan({5, 131}, from, to, plan).is_ok());
+    for (const std::uint32_t runs : {1U, 2U, 5U, 100U, 100'000U}) {
+      for (const std::uint64_t bytes :
+           {std::uint64_t{7}, std::uint64_t{1'000}, std::uint64_t{1} << 40}) {
+        PatternPlan pattern;
+        ASSERT_TRUE(planner.plan_pattern({5, 131}, from, to, pattern).is_ok());
+        EXPECT_EQ(pattern.total_runs, plan.runs.size());
+        EXPECT_EQ(pattern.bytes, plan.bytes);
+        EXPECT_EQ(pattern.descriptors_before, plan.descriptors_before);
+        PlanParts parts;
+        parts.assign(std::move(pattern), {runs, bytes});
+        const std::vector<CopyRun> all = spell_out_all(parts, {runs, bytes});
+        EXPECT_EQ(all.size(), parts.plan().total_runs);
+        EXPECT_EQ(joined(all), joined(plan.runs)) << runs << " runs, " << bytes << " bytes";
+      }
+    }
+  }
+}
+
+TEST(PlanParts, WholeLayersShareAPartWhereTheyFit) {
+  CopyPlanner planner =
+      make_planner(make_rank(kProducerBase, 10, {}), make_rank(kConsumerBase, 10, {}));
+  PatternPlan pattern;
+  ASSERT_TRUE(planner.plan_pattern({0, 48}, table({1, 3, 5}), table({1, 3, 5}), pattern).is_ok());
+  EXPECT_EQ(pattern.runs.size(), 3U);
+  EXPECT_EQ(pattern.total_runs, 30U);
+  PlanParts parts;
+  parts.assign(std::move(pattern), {13, std::uint64_t{1} << 40});
+  EXPECT_EQ(parts.size(), 3U);  // 4, 4 and 2 layers
+  std::vector<CopyRun> runs;
+  EXPECT_EQ(parts.spell_out(2, runs).runs.size(), 6U);
+  PatternPlan back = parts.take();
+  EXPECT_EQ(back.total_runs, 30U);
+  EXPECT_EQ(parts.size(), 0U);
+}
+
+TEST(PlanParts, ARefusedPatternIsEmpty) {
+  CopyPlanner planner =
+      make_planner(make_rank(kProducerBase, 2, {}), make_rank(kConsumerBase, 2, {}));
+  PatternPlan pattern;
+  ASSERT_TRUE(planner.plan_pattern({0, 16}, table({1}), table({1}), pattern).is_ok());
+  EXPECT_FALSE(planner.plan_pattern({0, 17}, table({1}), table({1, 2}), pattern).is_ok());
+  EXPECT_TRUE(pattern.sections.empty() && pattern.runs.empty() && pattern.bytes == 0);
 }
 
 // ---- who writes what -------------------------------------------------------------------------

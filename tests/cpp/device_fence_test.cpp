@@ -19,7 +19,9 @@ extern "C" int cuGetErrorName(int result, const char** name) {
 }
 )";
 
-DeviceEvent event_of(int& result) { return reinterpret_cast<DeviceEvent>(&result); }
+DeviceEvent event_of(int& result) {
+  return reinterpret_cast<DeviceEvent>(&result);
+}
 
 TEST(DeviceFence, HostFenceIsAlwaysOpen) {
   const auto fence = make_host_fence();

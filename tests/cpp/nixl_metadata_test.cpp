@@ -9,7 +9,8 @@ namespace {
 
 Bytes blob_of(std::size_t size) {
   Bytes blob(size);
-  for (std::size_t i = 0; i < size; ++i) blob[i] = static_cast<std::byte>(i * 37 + 11);
+  for (std::size_t i = 0; i < size; ++i)
+    blob[i] = static_cast<std::byte>(i * 37 + 11);
   return blob;
 }
 
@@ -46,9 +47,9 @@ TEST(NixlMetadata, EveryOtherLengthIsNoticed) {
 
 TEST(NixlMetadata, LongestNameFits) {
   const Bytes blob = blob_of(4);
-  EXPECT_TRUE(unwrap_nixl_metadata(
-                  wrap_nixl_metadata({std::string(kMaxNixlNameBytes, 'n'), "UCX", blob}))
-                  .is_ok());
+  EXPECT_TRUE(
+      unwrap_nixl_metadata(wrap_nixl_metadata({std::string(kMaxNixlNameBytes, 'n'), "UCX", blob}))
+          .is_ok());
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
 // NixlTransport between two processes: what one sees when the other dies or stops.
-#include <csignal>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
-
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -73,6 +73,7 @@ class PeerProcess {
     socket_ = sockets[0];
     process_ = fork();
     if (process_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);  // a stopped peer must not outlive a death test
       close(sockets[0]);
       setenv("KVPUSH_TEST_PEER_SOCKET", std::to_string(sockets[1]).c_str(), 1);
       execl("/proc/self/exe", "peer", "--gtest_filter=NixlPeerProcess.DISABLED_Serve",
@@ -90,10 +91,9 @@ class PeerProcess {
 
   void meet(Node& node) {
     send_blob(socket_, node.transport->local_metadata().value());
-    Bytes metadata;
-    ASSERT_TRUE(receive_blob(socket_, metadata));
+    ASSERT_TRUE(receive_blob(socket_, metadata_));
     ASSERT_TRUE(receive_all(socket_, &address_, sizeof address_));
-    const auto name = node.transport->add_peer(metadata);
+    const auto name = node.transport->add_peer(metadata_);
     ASSERT_TRUE(name.is_ok()) << name.message();
     name_ = name.value();
   }
@@ -108,12 +108,14 @@ class PeerProcess {
   }
 
   const std::string& name() const { return name_; }
+  const Bytes& metadata() const { return metadata_; }
   std::uint64_t address() const { return address_; }
 
  private:
   pid_t process_ = 0;
   int socket_ = -1;
   std::string name_;
+  Bytes metadata_;
   std::uint64_t address_ = 0;
 };
 
@@ -133,7 +135,8 @@ TEST(NixlPeerProcess, DISABLED_Serve) {
   char byte = 0;
   while (recv(socket, &byte, 1, MSG_DONTWAIT) != 0) {
     ASSERT_TRUE(node.transport->poll_notifications(inbox).is_ok());
-    for (const Notification& each : inbox) (void)node.transport->notify(parent, each.payload);
+    for (const Notification& each : inbox)
+      (void)node.transport->notify(parent, each.payload);
     inbox.clear();
   }
 }
@@ -167,14 +170,21 @@ class NixlProcessTest : public ::testing::Test {
     return state;
   }
 
+  // A handle that cannot end while the peer stands still: its notification fills every buffer.
+  HandleId write_to_stopped(const PeerProcess& peer) {
+    const auto handle = write(peer, std::string(std::size_t{16} << 20U, 'n'));
+    EXPECT_TRUE(handle.is_ok()) << handle.message();
+    EXPECT_EQ(node_->transport->poll(handle.value()), HandleState::kInProgress);
+    return handle.value();
+  }
+
   void expect_echo(const PeerProcess& peer, std::string_view payload) {
     const auto handle = write(peer, payload);
     ASSERT_TRUE(handle.is_ok()) << handle.message();
     EXPECT_EQ(finish(handle.value()), HandleState::kDone);
     std::vector<Notification> inbox;
-    ASSERT_TRUE(happens([&] {
-      return node_->transport->poll_notifications(inbox).is_ok() && !inbox.empty();
-    }));
+    ASSERT_TRUE(happens(
+        [&] { return node_->transport->poll_notifications(inbox).is_ok() && !inbox.empty(); }));
     EXPECT_EQ(inbox.front().payload, to_bytes(payload));
   }
 
@@ -220,17 +230,51 @@ TEST_F(NixlProcessTest, KilledPeerFailsItsHandlesAndIsForgotten) {
   expect_echo(successor, "the next one");
 }
 
+TEST_F(NixlProcessTest, RemovedPeerStaysUntilItsHandlesHaveEnded) {
+  Transport& transport = *node_->transport;
+  PeerProcess peer;
+  peer.meet(*node_);
+  expect_echo(peer, "alive");
+  peer.signal(SIGSTOP);
+  const HandleId handle = write_to_stopped(peer);
+  EXPECT_TRUE(transport.add_peer(peer.metadata()).is_ok()) << "the same metadata changes nothing";
+
+  transport.remove_peer(peer.name());
+  EXPECT_EQ(transport.counts().peers, 1U);
+  EXPECT_FALSE(transport.notify(peer.name(), to_bytes("x")).is_ok());
+  EXPECT_FALSE(write(peer, "x").is_ok());
+  const auto again = transport.add_peer(peer.metadata());
+  EXPECT_NE(again.message().find("in flight"), std::string::npos) << again.message();
+
+  peer.signal(SIGCONT);
+  EXPECT_EQ(finish(handle), HandleState::kDone);
+  EXPECT_EQ(transport.counts().peers, 0U);
+  EXPECT_TRUE(transport.add_peer(peer.metadata()).is_ok());
+}
+
+using NixlProcessDeathTest = NixlProcessTest;
+
+TEST_F(NixlProcessDeathTest, ReleasingAHandleInFlightIsOurMistake) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  PeerProcess peer;
+  peer.meet(*node_);
+  expect_echo(peer, "alive");
+  peer.signal(SIGSTOP);
+  const HandleId handle = write_to_stopped(peer);
+  EXPECT_DEATH(node_->transport->release(handle), "releasing a handle in flight");
+  peer.signal(SIGKILL);
+  EXPECT_EQ(finish(handle), HandleState::kFailed);
+}
+
 TEST_F(NixlProcessTest, RemovingAKilledPeerWithHandlesInFlightEndsThem) {
   PeerProcess peer;
   peer.meet(*node_);
   expect_echo(peer, "alive");
   peer.signal(SIGSTOP);
-  const auto handle = write(peer, "never read");
-  ASSERT_TRUE(handle.is_ok()) << handle.message();
+  const HandleId handle = write_to_stopped(peer);
   node_->transport->remove_peer(peer.name());
-  EXPECT_FALSE(node_->transport->notify(peer.name(), to_bytes("x")).is_ok());
   peer.signal(SIGKILL);
-  EXPECT_NE(finish(handle.value()), HandleState::kInProgress);
+  EXPECT_EQ(finish(handle), HandleState::kFailed);
   EXPECT_EQ(node_->transport->counts().peers, 0U);
   EXPECT_EQ(node_->transport->counts().handles, 0U);
 }

@@ -17,7 +17,9 @@
 namespace kvpush {
 namespace {
 
-const char* library_path() { return std::getenv("KVPUSH_NIXL_LIBRARY"); }
+const char* library_path() {
+  return std::getenv("KVPUSH_NIXL_LIBRARY");
+}
 
 std::string backend_name() {
   const char* const name = std::getenv("KVPUSH_NIXL_BACKEND");
@@ -25,9 +27,9 @@ std::string backend_name() {
 }
 
 std::string why_skip() {
-  return library_path() != nullptr
-             ? ""
-             : "KVPUSH_NIXL_LIBRARY does not name libnixl_capi.so, so there is no NIXL to test with";
+  return library_path() != nullptr ? ""
+                                   : "KVPUSH_NIXL_LIBRARY does not name libnixl_capi.so, so there "
+                                     "is no NIXL to test with";
 }
 
 std::unique_ptr<NixlTransport> make_transport(const std::string& role) {
@@ -83,9 +85,10 @@ TEST(NixlLibrary, MissingFileIsNamedWithTheLoadersReason) {
 
 TEST(NixlLibrary, MissingSymbolIsNamed) {
   const LibraryBuilder builder;
-  const std::string path = builder.build(
-      "old", "extern \"C\" bool nixl_capi_is_stub() { return false; }\n"
-             "extern \"C\" int nixl_capi_create_configured_agent() { return 0; }\n");
+  const std::string path =
+      builder.build("old",
+                    "extern \"C\" bool nixl_capi_is_stub() { return false; }\n"
+                    "extern \"C\" int nixl_capi_create_configured_agent() { return 0; }\n");
   const auto library = NixlLibrary::open(path);
   EXPECT_NE(library.message().find(path), std::string::npos) << library.message();
   EXPECT_NE(library.message().find("nixl_capi_destroy_agent"), std::string::npos)

@@ -66,7 +66,7 @@ TEST(Region, WrongValuesAreNamedWithTheirFieldAndLayer) {
       {"no page", [](Region& r) { r.tokens_per_page = 0; }, "tokens_per_page is 0"},
       {"odd page", [](Region& r) { r.tokens_per_page = 5; }, "tokens_per_page is 5"},
       {"no component", [](Region& r) { r.components = 0; }, "components is 0"},
-      {"many components", [](Region& r) { r.components = 17; }, "components is 17"},
+      {"many components", [](Region& r) { r.components = 1'025; }, "components is 1025"},
       {"no heads", [](Region& r) { r.heads = 0; }, "heads is 0"},
       {"heads beyond", [](Region& r) { r.first_head = 1; }, "heads is 4, with first_head 1"},
       {"first head wraps", [](Region& r) { r.first_head = 0xFFFF'FFFFU; }, "heads is 4"},

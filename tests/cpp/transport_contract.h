@@ -26,7 +26,8 @@ namespace kvpush {
 
 inline Bytes to_bytes(std::string_view text) {
   Bytes bytes;
-  for (const char c : text) bytes.push_back(static_cast<std::byte>(c));
+  for (const char c : text)
+    bytes.push_back(static_cast<std::byte>(c));
   return bytes;
 }
 
@@ -38,7 +39,8 @@ inline std::byte pattern_byte(std::size_t position, std::uint32_t seed) {
 
 inline Bytes pattern(std::size_t size, std::uint32_t seed) {
   Bytes bytes(size);
-  for (std::size_t i = 0; i < size; ++i) bytes[i] = pattern_byte(i, seed);
+  for (std::size_t i = 0; i < size; ++i)
+    bytes[i] = pattern_byte(i, seed);
   return bytes;
 }
 
@@ -64,7 +66,8 @@ struct TransportEnd {
  private:
   // Fills in place: the memory's address is registered and must not move.
   static Bytes pattern_into(Bytes bytes, std::uint32_t seed) {
-    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = pattern_byte(i, seed);
+    for (std::size_t i = 0; i < bytes.size(); ++i)
+      bytes[i] = pattern_byte(i, seed);
     return bytes;
   }
 };
@@ -121,8 +124,8 @@ class TransportContract : public ::testing::Test {
 
   static HandleId post(TransportEnd& from, TransportEnd& to, CopyDirection direction,
                        const std::vector<CopyRun>& runs, std::string_view payload = {}) {
-    const Result<HandleId> handle = from.transport->post(
-        direction, to.transport->local_name(), batch_of(runs), to_bytes(payload));
+    const Result<HandleId> handle = from.transport->post(direction, to.transport->local_name(),
+                                                         batch_of(runs), to_bytes(payload));
     EXPECT_TRUE(handle.is_ok()) << handle.message();
     return handle.is_ok() ? handle.value() : 0;
   }
@@ -159,9 +162,8 @@ class TransportContract : public ::testing::Test {
 
   static bool has_arrived(const TransportEnd& end, std::string_view payload) {
     const Bytes wanted = to_bytes(payload);
-    return std::any_of(end.inbox.begin(), end.inbox.end(), [&wanted](const Notification& each) {
-      return each.payload == wanted;
-    });
+    return std::any_of(end.inbox.begin(), end.inbox.end(),
+                       [&wanted](const Notification& each) { return each.payload == wanted; });
   }
 
   // One write and its notification; `payload` must differ from what was sent before.
@@ -213,8 +215,8 @@ TYPED_TEST_P(TransportContract, NotificationOfAWriteComesAfterItsBytes) {
 TYPED_TEST_P(TransportContract, WriteTouchesNothingElse) {
   this->meet_both();
   const Bytes before = this->b.memory;
-  const HandleId handle = this->write(
-      this->a, this->b, {{this->a.address(0), this->b.address(1001), 4097}}, "x");
+  const HandleId handle =
+      this->write(this->a, this->b, {{this->a.address(0), this->b.address(1001), 4097}}, "x");
   EXPECT_EQ(this->finish(this->a, handle), HandleState::kDone);
   ASSERT_TRUE(this->drive_until([&] { return !this->b.inbox.empty(); }));
   Bytes expected = before;
@@ -275,22 +277,21 @@ TYPED_TEST_P(TransportContract, SeveralHandlesAreInFlightInBothDirections) {
   for (std::size_t i = 0; i < kHandles; ++i) {
     const std::string payload = "handle " + std::to_string(i);
     const std::size_t at = i * kBytes;
-    open.push_back({&this->a, this->write(this->a, this->b,
-                                          {{this->a.address(at), this->b.address(at), kBytes}},
-                                          payload)});
     open.push_back(
-        {&this->b,
-         this->write(this->b, this->a,
-                     {{this->b.address(kHalf + at), this->a.address(kHalf + at), kBytes}},
-                     payload)});
+        {&this->a, this->write(this->a, this->b,
+                               {{this->a.address(at), this->b.address(at), kBytes}}, payload)});
+    open.push_back(
+        {&this->b, this->write(this->b, this->a,
+                               {{this->b.address(kHalf + at), this->a.address(kHalf + at), kBytes}},
+                               payload)});
   }
   EXPECT_EQ(this->a.transport->counts().handles, kHandles);
   // Released in the opposite order of posting.
   std::reverse(open.begin(), open.end());
-  for (const Open& each : open) EXPECT_EQ(this->finish(*each.owner, each.handle), HandleState::kDone);
-  ASSERT_TRUE(this->drive_until([&] {
-    return this->a.inbox.size() >= kHandles && this->b.inbox.size() >= kHandles;
-  }));
+  for (const Open& each : open)
+    EXPECT_EQ(this->finish(*each.owner, each.handle), HandleState::kDone);
+  ASSERT_TRUE(this->drive_until(
+      [&] { return this->a.inbox.size() >= kHandles && this->b.inbox.size() >= kHandles; }));
   EXPECT_EQ(this->a.inbox.size(), kHandles);
   EXPECT_EQ(this->b.inbox.size(), kHandles);
   EXPECT_TRUE(this->b.holds(0, kHandles * kBytes, this->a, 0));
@@ -328,8 +329,8 @@ TYPED_TEST_P(TransportContract, UnknownPeersAreErrors) {
   const std::string& stranger = this->b.transport->local_name();
   EXPECT_FALSE(this->a.transport->notify(stranger, to_bytes("x")).is_ok());
   EXPECT_FALSE(this->a.transport->notify("", to_bytes("x")).is_ok());
-  const Result<HandleId> handle = this->a.transport->post(CopyDirection::kWrite, stranger,
-                                                          this->batch_of(runs), to_bytes("x"));
+  const Result<HandleId> handle =
+      this->a.transport->post(CopyDirection::kWrite, stranger, this->batch_of(runs), to_bytes("x"));
   EXPECT_FALSE(handle.is_ok());
   EXPECT_NE(handle.message().find(stranger), std::string::npos) << handle.message();
   this->a.transport->remove_peer(stranger);

@@ -1,0 +1,86 @@
+"""What one step's scheduler side tells the worker sides: small typed values that pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+__all__ = [
+    "NO_BLOCK",
+    "Blocks",
+    "Grant",
+    "Offer",
+    "Refusal",
+    "StepOrders",
+    "Withdrawal",
+]
+
+NO_BLOCK = -1
+"""Stands for a block that the request does not hold, in lists for the native engine."""
+
+Blocks = tuple[tuple[int, list[int]], ...]
+"""For each KV cache group: (index of the first block listed, block ids)."""
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Decode side: KV of these tokens may be written into these blocks.
+
+    An empty span says that nothing is needed. `reports` is false where the scheduler does not wait
+    for the request, and then nothing may be reported for it.
+    """
+
+    request_id: str
+    transfer_id: str
+    fingerprint: bytes
+    attempt: int
+    host: str
+    port: int
+    begin_token: int
+    end_token: int
+    blocks: Blocks
+    deadline_s: float
+    reports: bool
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The request's own parameters are wrong: fail its load."""
+
+    request_id: str
+    block_ids: list[int]
+    detail: str
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Prefill side: KV of `watermark` tokens lies in these blocks, beside those offered before."""
+
+    request_id: str
+    transfer_id: str
+    fingerprint: bytes
+    blocks: Blocks
+    watermark: int
+    final: bool
+
+
+class Withdrawal(msgspec.Struct, frozen=True):
+    """Prefill side: this transfer will not come."""
+
+    transfer_id: str
+    fingerprint: bytes
+    reason: str
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """All orders of one step, to be carried out once and before its forward pass."""
+
+    step: int = 0
+    grants: list[Grant] = field(default_factory=list)
+    revokes: list[str] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    withdrawals: list[Withdrawal] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to carry out."""
+        return bool(self.grants or self.revokes or self.refusals or self.offers or self.withdrawals)

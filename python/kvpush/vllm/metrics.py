@@ -1,0 +1,160 @@
+"""Transfer metrics, through vLLM's own classes: its log line and its Prometheus registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvpush._core import Event
+
+__all__ = ["KvPushPromMetrics", "KvPushStats"]
+
+_SERIES = ("bytes", "descriptors_before", "descriptors", "plan_s", "post_s", "transfer_s")
+"""One entry per transfer sent. Times are seconds."""
+
+_MICROS = 1e-6
+
+
+@dataclass
+class KvPushStats(KVConnectorStats):
+    """What one or several ranks saw since the last report. `data` is plain and serialisable."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {name: [] for name in _SERIES}
+        self.data["received"] = 0
+        self.data["failed"] = {}
+
+    def record(self, event: Event) -> None:
+        """Count how one grant or offer ended."""
+        if event.kind == "received":
+            self.data["received"] += 1
+        elif event.kind == "sent":
+            if event.bytes:
+                self._record_sent(event)
+        elif event.kind in ("receive_failed", "send_failed"):
+            self.record_failure(event.reason)
+
+    def record_failure(self, reason: str) -> None:
+        """Count a transfer that did not take place."""
+        failed = self.data["failed"]
+        failed[reason] = failed.get(reason, 0) + 1
+
+    def _record_sent(self, event: Event) -> None:
+        self.data["bytes"].append(event.bytes)
+        self.data["descriptors_before"].append(event.descriptors_before)
+        self.data["descriptors"].append(event.descriptors)
+        self.data["plan_s"].append(event.plan_us * _MICROS)
+        self.data["post_s"].append(event.post_us * _MICROS)
+        self.data["transfer_s"].append(event.transfer_us * _MICROS)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's or interval's."""
+        for name in _SERIES:
+            self.data[name].extend(other.data[name])
+        self.data["received"] += other.data["received"]
+        for reason, count in other.data["failed"].items():
+            self.data["failed"][reason] = self.data["failed"].get(reason, 0) + count
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (self.data["bytes"] or self.data["received"] or self.data["failed"])
+
+    def reduce(self) -> dict[str, int | float]:
+        """The interval in a few figures, for vLLM's log line."""
+        sent = len(self.data["bytes"])
+        before, after = sum(self.data["descriptors_before"]), sum(self.data["descriptors"])
+        figures: dict[str, int | float] = {
+            "Transfers sent": sent,
+            "Transfers received": self.data["received"],
+            "Transfers failed": sum(self.data["failed"].values()),
+            "MB sent": round(sum(self.data["bytes"]) / 2**20, 3),
+            "Descriptors": after,
+            "Descriptors before coalescing": before,
+        }
+        for name in ("plan_s", "post_s", "transfer_s"):
+            values = sorted(self.data[name])
+            label = name.removesuffix("_s")
+            figures[f"Mean {label} (ms)"] = round(1e3 * sum(values) / sent, 3) if sent else 0
+            figures[f"P90 {label} (ms)"] = round(1e3 * values[int(0.9 * sent)], 3) if sent else 0
+        for reason, count in sorted(self.data["failed"].items()):
+            figures[f"Failed: {reason}"] = count
+        return figures
+
+
+class KvPushPromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics, per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        times = [1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0]
+        counts = [float(4**power) for power in range(1, 10)]
+        sizes = [float(2**power) for power in range(12, 36, 2)]
+        self._histograms = {
+            "bytes": self._histogram("bytes_sent", "Bytes of one transfer sent.", sizes),
+            "descriptors": self._histogram(
+                "descriptors", "Descriptors of one transfer, after coalescing.", counts
+            ),
+            "descriptors_before": self._histogram(
+                "descriptors_before_coalescing", "Descriptors of one transfer, before.", counts
+            ),
+            "plan_s": self._histogram("plan_time_seconds", "Time to plan one transfer.", times),
+            "post_s": self._histogram("post_time_seconds", "Time to post one transfer.", times),
+            "transfer_s": self._histogram(
+                "transfer_time_seconds", "First post to last completion of one transfer.", times
+            ),
+        }
+        self._received = self._per_engine(
+            self._counter_cls(
+                name="vllm:kvpush_received",
+                documentation="Transfers received complete.",
+                labelnames=labelnames,
+            )
+        )
+        self._failed = self._counter_cls(
+            name="vllm:kvpush_failed",
+            documentation="Transfers that failed, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
+        return {
+            index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()
+        }
+
+    def _histogram(self, name: str, documentation: str, buckets: list[float]) -> dict[int, Any]:
+        return self._per_engine(
+            self._histogram_cls(
+                name=f"vllm:kvpush_{name}",
+                documentation=documentation,
+                buckets=buckets,
+                labelnames=self._labelnames,
+            )
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one interval's stats."""
+        for name, histogram in self._histograms.items():
+            for value in transfer_stats_data[name]:
+                histogram[engine_idx].observe(value)
+        self._received[engine_idx].inc(transfer_stats_data["received"])
+        for reason, count in transfer_stats_data["failed"].items():
+            self._failed.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)

@@ -1,0 +1,342 @@
+"""The worker side of one rank: orders become calls of the native engine, its events reports.
+
+Orders are carried out once per step, before the forward pass. Reports are taken once per step,
+after it. A request is reported once, and only after the native engine has said that its blocks may
+be reused. Calls come from the worker's main thread, except where a peer was met: then the meeting's
+thread grants at once, without waiting for a step. One lock covers the tables; it is held for
+microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvpush._core import Event
+from kvpush.errors import PeerIncompatibleError
+from kvpush.vllm.endpoints import Address, Endpoints, Meeting
+from kvpush.vllm.handshake import HelloReply
+from kvpush.vllm.log import get_logger
+from kvpush.vllm.messages import Grant, Offer, Refusal, StepOrders, Withdrawal
+
+__all__ = ["Results", "WorkerFacts", "WorkerSide"]
+
+logger = get_logger("worker")
+
+_LEAST_DEADLINE_S = 0.001
+"""What a grant gets that has waited for its peer until its deadline: it then fails at once."""
+
+_TABLES = {
+    "grants_live": "live_grants",
+    "offers_live": "live_offers",
+    "served_live": "live_served",
+    "handles_in_flight": "live_handles",
+    "posts_queued": "live_posts",
+    "fences_waiting": "live_fences",
+}
+"""The native engine's tables, under the names that all tables have in the stats."""
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker side knows of its rank."""
+
+    engine_id: str
+    rank: int
+    tokens_per_block: tuple[int, ...]
+    whole_blocks: bool
+    mode: str
+    hello_timeout_s: float
+    discovery_timeout_s: float
+    retry_backoff_s: float
+    drain_s: float
+
+
+@dataclass(slots=True)
+class Results:
+    """What one rank reports in one step."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Reasons of failures that never reached the native engine."""
+
+
+@dataclass(slots=True, eq=False)
+class _Receive:
+    """A grant of this rank, until it was reported."""
+
+    grant: Grant
+    ticket: int
+    begun_s: float = field(default_factory=time.monotonic)
+    granted: bool = False
+
+    @property
+    def address(self) -> Address:
+        return (self.grant.host, self.grant.port)
+
+
+class WorkerSide:
+    """See the module. `engine` is started; `consumers` are peer_info() of all ranks here."""
+
+    def __init__(
+        self, facts: WorkerFacts, engine: Any, consumers: Sequence[bytes], consumer_index: int
+    ) -> None:
+        self._facts = facts
+        self._engine = engine
+        self._consumers = list(consumers)
+        self._consumer_index = consumer_index
+        self._lock = threading.Lock()
+        self._tickets = itertools.count(1)
+        self._last_step = 0
+        self._receives: dict[str, _Receive] = {}
+        self._receives_by_ticket: dict[int, _Receive] = {}
+        self._sends: dict[int, Offer] = {}
+        self._send_tickets: dict[str, int] = {}
+        # Ends found outside the native engine, with their reasons ("" for a revoked grant), to be
+        # reported in the next step.
+        self._early: list[tuple[str, str]] = []
+        self._failed_blocks: dict[str, list[int]] = {}
+        self._closed = False
+        self._endpoints = Endpoints(
+            lock=self._lock,
+            connect=self._connect,
+            mode=facts.mode,
+            discovery_timeout_s=facts.discovery_timeout_s,
+            retry_backoff_s=facts.retry_backoff_s,
+            on_met=self._on_met,
+        )
+
+    # --- orders -----------------------------------------------------------------------------
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Carry out a step's orders. Hooks may call it again with the same orders: no effect."""
+        if orders.step <= self._last_step:
+            return
+        self._last_step = orders.step
+        if not orders:
+            return
+        with self._lock:
+            for offer in orders.offers:
+                self._offer(offer)
+            for withdrawal in orders.withdrawals:
+                self._withdraw(withdrawal)
+            for grant in orders.grants:
+                self._receive(grant)
+            for refusal in orders.refusals:
+                self._refuse(refusal)
+            for request_id in orders.revokes:
+                self._revoke(request_id)
+
+    def _offer(self, offer: Offer) -> None:
+        ticket = self._send_tickets.get(offer.request_id)
+        if ticket is None:
+            ticket = self._send_tickets[offer.request_id] = next(self._tickets)
+        self._sends[ticket] = offer
+        watermark = offer.watermark
+        if offer.final and self._facts.whole_blocks:
+            watermark = _round_up(watermark, max(self._facts.tokens_per_block))
+        self._engine.offer(
+            ticket,
+            offer.transfer_id,
+            offer.fingerprint,
+            offer.blocks,
+            watermark,
+            offer.final,
+        )
+
+    def _withdraw(self, withdrawal: Withdrawal) -> None:
+        self._engine.withdraw(
+            next(self._tickets),
+            withdrawal.reason,
+            withdrawal.transfer_id,
+            withdrawal.fingerprint,
+        )
+
+    def _receive(self, grant: Grant) -> None:
+        receive = _Receive(grant, next(self._tickets))
+        if grant.reports:
+            # Nobody waits for the others, so nothing is kept for them.
+            self._receives[grant.request_id] = receive
+            self._receives_by_ticket[receive.ticket] = receive
+        self._endpoints.need(receive.address, receive)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._failed_blocks[refusal.request_id] = refusal.block_ids
+        self._early.append((refusal.request_id, "bad_request"))
+
+    def _revoke(self, request_id: str) -> None:
+        receive = self._receives.get(request_id)
+        if receive is None:
+            return  # reported already
+        if receive.granted:
+            self._engine.revoke(receive.ticket)
+        elif self._endpoints.withdraw(receive.address, receive):
+            # No peer was ever told of these blocks.
+            self._forget(receive)
+            self._early.append((request_id, ""))
+
+    # --- meeting peers ----------------------------------------------------------------------
+
+    def _connect(self, hello: HelloReply) -> list[int]:
+        """Runs in the meeting's thread, without the lock."""
+        sessions = self._engine.connect(
+            hello.ranks, self._consumers, self._consumer_index, self._facts.hello_timeout_s
+        )
+        if not sessions:
+            raise PeerIncompatibleError("none of its ranks has KV that this rank needs")
+        return list(sessions)
+
+    def _on_met(self, receive: _Receive, meeting: Meeting) -> None:
+        """The peer of a grant is known, or can't be met. The lock is held."""
+        if meeting.reason or self._closed:
+            self._fail_early(receive, meeting.reason or "shutdown", meeting.detail)
+            return
+        grant = receive.grant
+        receive.granted = True
+        try:
+            self._engine.grant(
+                receive.ticket,
+                grant.transfer_id,
+                grant.fingerprint,
+                grant.attempt,
+                meeting.sessions,
+                (grant.begin_token, self._end_token(grant, meeting)),
+                grant.blocks,
+                # Meeting the peer was part of the wait.
+                max(_LEAST_DEADLINE_S, receive.begun_s + grant.deadline_s - time.monotonic()),
+            )
+        except Exception as error:
+            logger.exception("Request %s: its grant was refused", grant.request_id)
+            self._fail_early(receive, "bad_request", str(error))
+
+    def _end_token(self, grant: Grant, meeting: Meeting) -> int:
+        """Where the grant ends.
+
+        Tokens that interleave inside a block move as a whole block, where both sides have the same
+        blocks: one piece instead of one for each element. What then arrives behind the prompt is
+        never read: decoding overwrites it first.
+        """
+        sizes = self._facts.tokens_per_block
+        if not self._facts.whole_blocks or meeting.tokens_per_block != sizes:
+            return grant.end_token
+        return _round_up(grant.end_token, min(sizes))
+
+    def _fail_early(self, receive: _Receive, reason: str, detail: str) -> None:
+        self._forget(receive)
+        if receive.grant.reports:
+            self._log_failure(receive.grant, reason, detail)
+            self._remember_blocks(receive.grant)
+            self._early.append((receive.grant.request_id, reason))
+        else:
+            logger.debug("Transfer %s: can't say that nothing is needed", receive.grant.transfer_id)
+
+    def _forget(self, receive: _Receive) -> None:
+        self._receives_by_ticket.pop(receive.ticket, None)
+        if self._receives.get(receive.grant.request_id) is receive:
+            del self._receives[receive.grant.request_id]
+
+    def _remember_blocks(self, grant: Grant) -> None:
+        """Block ids for interfaces that take failures as blocks; they have one group."""
+        self._failed_blocks[grant.request_id] = [b for b in grant.blocks[0][1] if b >= 0]
+
+    # --- reports ----------------------------------------------------------------------------
+
+    def take_results(self) -> Results:
+        """What has ended since the last call."""
+        results = Results()
+        with self._lock:
+            early, self._early = self._early, []
+            for request_id, reason in early:
+                results.received.add(request_id)
+                if reason:
+                    results.failed.add(request_id)
+                    results.failures.append(reason)
+            for event in self._engine.poll():
+                self._take_event(event, results)
+        return results
+
+    def failed_blocks(self, request_id: str) -> list[int]:
+        """The blocks of a failed request; forgotten with this call."""
+        with self._lock:
+            return self._failed_blocks.pop(request_id, [])
+
+    def _take_event(self, event: Event, results: Results) -> None:
+        results.events.append(event)
+        if event.kind == "peer_lost":
+            logger.warning("A peer was lost (session %016x): %s", event.session, event.detail)
+            self._endpoints.forget_session(event.session)
+        elif event.kind in ("sent", "send_failed"):
+            self._end_send(event, results)
+        else:
+            self._end_receive(event, results)
+
+    def _end_send(self, event: Event, results: Results) -> None:
+        offer = self._sends.pop(event.ticket, None)
+        if offer is None:
+            return
+        self._send_tickets.pop(offer.request_id, None)
+        if event.kind == "send_failed":
+            logger.warning(
+                "Request %s (transfer %s): its KV was not handed over: %s. %s",
+                offer.request_id,
+                offer.transfer_id,
+                event.reason,
+                event.detail,
+            )
+        results.sent.add(offer.request_id)
+
+    def _end_receive(self, event: Event, results: Results) -> None:
+        receive = self._receives_by_ticket.get(event.ticket)
+        if receive is None:
+            return
+        self._forget(receive)
+        grant = receive.grant
+        if event.kind == "receive_failed" and event.reason == "peer_lost":
+            self._endpoints.forget(receive.address)
+        results.received.add(grant.request_id)
+        if event.kind == "receive_failed":
+            self._log_failure(grant, event.reason, event.detail)
+            self._remember_blocks(grant)
+            results.failed.add(grant.request_id)
+
+    def _log_failure(self, grant: Grant, reason: str, detail: str) -> None:
+        logger.error(
+            "Request %s (transfer %s) did not get its KV from %s:%d: %s. %s",
+            grant.request_id,
+            grant.transfer_id,
+            grant.host,
+            grant.port,
+            reason,
+            detail,
+        )
+
+    # --- the rest ---------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """The native counters, and table sizes (`live_...`, zero at rest)."""
+        counters = dict(self._engine.counters())
+        for name, table in _TABLES.items():
+            counters[table] = counters.get(name, 0)
+        with self._lock:
+            counters["live_receives"] = len(self._receives_by_ticket)
+            counters["live_sends"] = len(self._sends)
+            counters["live_waiting_for_peer"] = self._endpoints.waiting()
+        return counters
+
+    def shutdown(self) -> None:
+        """Stop the native engine; transfers in flight get a while to end. May be called again."""
+        with self._lock:
+            self._closed = True
+        self._engine.shutdown(self._facts.drain_s)
+
+
+def _round_up(tokens: int, step: int) -> int:
+    return -(-tokens // step) * step

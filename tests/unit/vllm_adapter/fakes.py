@@ -1,0 +1,122 @@
+"""Stand-ins for vLLM's requests and for the native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvpush.vllm.scheduler import GroupShape, SchedulerFacts
+
+BLOCK = 16
+
+
+def make_request(
+    request_id: str = "cmpl-a-0-0123abcd",
+    tokens: int = 40,
+    params: object = None,
+    **more: Any,
+) -> Any:
+    """A request as vLLM's scheduler hands it to hooks."""
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        kv_transfer_params=params,
+        status=SimpleNamespace(name="WAITING"),
+        **more,
+    )
+
+
+def consume(**more: object) -> dict[str, object]:
+    """A decode leg's parameters."""
+    return {
+        "do_remote_prefill": True,
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "transfer_id": "t",
+        **more,
+    }
+
+
+def produce(**more: object) -> dict[str, object]:
+    """A prefill leg's parameters."""
+    return {"do_remote_decode": True, "transfer_id": "t", **more}
+
+
+def scheduler_facts(**more: Any) -> SchedulerFacts:
+    defaults: dict[str, Any] = {
+        "engine_id": "engine",
+        "host": "127.0.0.1",
+        "port": 5600,
+        "tp_size": 1,
+        "pp_size": 1,
+        "groups": (GroupShape(BLOCK),),
+        "can_produce": True,
+        "can_consume": True,
+        "receive_deadline_s": 60.0,
+    }
+    return SchedulerFacts(**{**defaults, **more})
+
+
+@dataclass
+class FakeEvent:
+    """The fields of a native event that the adapter reads."""
+
+    kind: str
+    ticket: int = 0
+    reason: str = "none"
+    detail: str = ""
+    session: int = 0
+    bytes: int = 0
+    descriptors_before: int = 0
+    descriptors: int = 0
+    plan_us: float = 0.0
+    post_us: float = 0.0
+    transfer_us: float = 0.0
+
+
+@dataclass
+class FakeEngine:
+    """Records the calls that the adapter makes; events are put in by the test."""
+
+    grants: list[tuple[Any, ...]] = field(default_factory=list)
+    revoked: list[int] = field(default_factory=list)
+    offers: list[tuple[Any, ...]] = field(default_factory=list)
+    withdrawn: list[tuple[Any, ...]] = field(default_factory=list)
+    events: list[FakeEvent] = field(default_factory=list)
+    on_connect: Callable[[], list[int]] = lambda: [7]
+    closed: int = 0
+
+    def connect(
+        self,
+        producers: Sequence[bytes],
+        consumers: Sequence[bytes],
+        consumer_index: int,
+        timeout_s: float,
+    ) -> list[int]:
+        return self.on_connect()
+
+    def grant(self, *arguments: Any) -> None:
+        self.grants.append(arguments)
+
+    def revoke(self, ticket: int) -> None:
+        self.revoked.append(ticket)
+
+    def offer(self, *arguments: Any) -> None:
+        self.offers.append(arguments)
+
+    def withdraw(self, *arguments: Any) -> None:
+        self.withdrawn.append(arguments)
+
+    def poll(self) -> list[FakeEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def counters(self) -> dict[str, int]:
+        return {"grants_live": 0, "offers_live": 0}
+
+    def shutdown(self, drain_s: float) -> None:
+        self.closed += 1

@@ -1,0 +1,71 @@
+"""Chunked prefill and preemption, with few blocks on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bench.harness.client import Client
+from bench.harness.equality import require_equal
+from bench.harness.workload import distinct, mixed
+
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+# A preemption on the prefill engine needs a decode there to grow at the right moment.
+MOST_ROUNDS = 6
+
+
+def test_chunked_prefill(small_pair, reference):
+    # Up to seven chunks of 128 tokens.
+    requests = mixed(16, shortest=100, longest=850, seed=901)
+    received = small_pair.counters(small_pair.consumers)["transfers_received"]
+    got = asyncio.run(small_pair.send_all(requests, at_once=2))
+    require_equal(requests, reference.answers(requests), got)
+    small_pair.wait_at_rest()
+    received = small_pair.counters(small_pair.consumers)["transfers_received"] - received
+    assert received == len(requests), "the decode engine computed prompts itself"
+
+
+def test_chunked_prefill_one_leg_after_the_other(small_pair, reference):
+    requests = mixed(8, shortest=100, longest=850, seed=902)
+    got = asyncio.run(small_pair.send_all(requests, at_once=2, how="sequence"))
+    require_equal(requests, reference.answers(requests), got)
+
+
+def test_preemption_on_decode(small_pair, reference):
+    # Eight times 350 tokens in a pool of 1,536.
+    requests = distinct(8, 150, max_tokens=200, seed=903)
+    expected = reference.answers(requests)
+    consumer = small_pair.consumers[0]
+    before = consumer.metric(PREEMPTIONS)
+    got = asyncio.run(small_pair.send_all(requests))
+    require_equal(requests, expected, got)
+    assert consumer.metric(PREEMPTIONS) > before
+
+
+def test_preemption_on_prefill(small_pair, reference):
+    producer = small_pair.producers[0]
+    before = producer.metric(PREEMPTIONS)
+    for turn in range(MOST_ROUNDS):
+        # Decodes on the prefill engine grow while prefills of long prompts are under way.
+        growing = distinct(3, 100, max_tokens=380, seed=910 + turn)
+        requests = distinct(6, 600, seed=930 + turn)
+        expected = reference.answers(requests)
+
+        async def scenario(growing=growing, requests=requests):
+            async with Client() as client:
+                return await asyncio.gather(
+                    small_pair.send_all(requests),
+                    client.complete_all(producer.url, growing),
+                )
+
+        got, _ = asyncio.run(scenario())
+        require_equal(requests, expected, got)
+        if producer.metric(PREEMPTIONS) > before:
+            return
+    raise AssertionError(f"no preemption on the prefill engine in {MOST_ROUNDS} rounds")
+
+
+def test_more_requests_than_blocks(small_pair, reference):
+    requests = mixed(30, shortest=60, longest=700, seed=940)
+    got = asyncio.run(small_pair.send_all(requests))
+    require_equal(requests, reference.answers(requests), got)
