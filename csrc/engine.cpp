@@ -183,9 +183,28 @@ void Engine::on(GrantCommand command) {
     actions_.emplace_back(std::move(end));
     return;
   }
+  tell_bystanders(command);
   scratch_.clear();
   consumer_.grant(std::move(command), now, scratch_);
   std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+}
+
+// Producer ranks that hold nothing this rank needs (MLA, replicated heads) offer all the same, and
+// are told by a grant of nothing that they may free. They write nothing, so nobody waits for them;
+// should the message be lost, their offer runs into its time to live.
+void Engine::tell_bystanders(GrantCommand& command) {
+  const auto is_bystander = [this](Session session) {
+    return peers_.at(session).hello.pairs.empty();
+  };
+  for (const Session session : command.writers) {
+    if (is_bystander(session)) {
+      GrantMessage nothing;
+      nothing.attempt = command.attempt;
+      nothing.key = command.key;
+      actions_.emplace_back(SendAction{session, std::move(nothing)});
+    }
+  }
+  std::erase_if(command.writers, is_bystander);
 }
 
 void Engine::on(RevokeCommand command) {

@@ -162,6 +162,7 @@ class Engine {
   // Commands.
   void on(ConnectCommand command);
   void on(GrantCommand command);
+  void tell_bystanders(GrantCommand& command);
   void on(RevokeCommand command);
   void on(FencedOfferCommand command);
   void on(WithdrawCommand command);

@@ -1,5 +1,6 @@
 #include "peering.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
 
@@ -57,14 +58,15 @@ Result<std::vector<PeerTarget>> find_targets(std::span<const PeerInfo> producers
   std::vector<PeerTarget> targets;
   for (std::size_t p = 0; p < producers.size(); ++p) {
     const std::vector<RegionPair>& pairs = assignment.value().pairs(p, consumer_index);
-    if (pairs.empty()) {
-      continue;
-    }
     std::uint32_t fan_out = 0;
     for (std::size_t c = 0; c < consumers.size(); ++c) {
       fan_out += assignment.value().pairs(p, c).empty() ? 0U : 1U;
     }
-    targets.push_back({producers[p], pairs, fan_out});
+    // A rank that nobody needs still has to be told so, by one consumer rank.
+    const bool idle_and_ours = fan_out == 0 && p % consumers.size() == consumer_index;
+    if (!pairs.empty() || idle_and_ours) {
+      targets.push_back({producers[p], pairs, std::max(fan_out, 1U)});
+    }
   }
   return targets;
 }

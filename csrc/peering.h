@@ -12,14 +12,15 @@
 
 namespace kvpush {
 
-// A producer rank that a consumer rank needs.
+// A producer rank that a consumer rank must meet.
 struct PeerTarget {
   PeerInfo info;
-  std::vector<RegionPair> pairs;
+  std::vector<RegionPair> pairs;  // empty: it has nothing we need, and is ours to tell so
   std::uint32_t fan_out = 1;  // ranks of the consumer engine that this producer rank serves
 };
 
-// The producer ranks that consumers[consumer_index] needs, after checking that the engines match.
+// The producer ranks that consumers[consumer_index] must meet, after checking that the engines
+// match: those it needs, and its share of those that no consumer rank needs.
 // Errors name the field, or the layer, and both values.
 Result<std::vector<PeerTarget>> find_targets(std::span<const PeerInfo> producers,
                                              std::span<const PeerInfo> consumers,

@@ -103,8 +103,10 @@ void Producer::offer(OfferCommand command, TimeNs now, Actions& out) {
     return;
   }
   if (found == offers_.end()) {
-    const bool taken = keys_.contains(command.key) && keys_.at(command.key).offer != 0;
-    const bool full = offers_.size() >= config_.max_offers || keys_.size() >= config_.max_keys;
+    const bool known = keys_.contains(command.key);
+    const bool taken = known && keys_.at(command.key).offer != 0;
+    const bool full = offers_.size() >= config_.max_offers ||
+                      (!known && keys_.size() >= config_.max_keys);
     found = offers_.emplace(command.ticket, Offer{}).first;
     found->second.key = command.key;
     found->second.final = command.final;
@@ -113,6 +115,9 @@ void Producer::offer(OfferCommand command, TimeNs now, Actions& out) {
                    taken ? "another live prefill has the same transfer id and prompt"
                          : "too many offers are live",
                    0, out);
+      if (!taken) {
+        fail_key(command.key, Reason::kTableFull, now, out);  // grants wait for it in vain
+      }
       return;
     }
     KeyEntry& entry = entry_for(command.key, now);

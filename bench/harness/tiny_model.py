@@ -42,7 +42,7 @@ _CHAT_TEMPLATE = (
 class ModelSpec:
     """What to make: a transformers model type, its config fields, and how to draw weights.
 
-    ``scaled`` multiplies every parameter whose name ends with the key.
+    ``scaled`` multiplies every parameter whose name ends with the key; ``filled`` sets it.
     """
 
     model_type: str
@@ -51,6 +51,7 @@ class ModelSpec:
     max_position_embeddings: int = 4096
     initializer_range: float = 0.3
     scaled: Mapping[str, float] = field(default_factory=dict)
+    filled: Mapping[str, float] = field(default_factory=dict)
     seed: int = 20
     dtype: str = "float32"
 
@@ -76,6 +77,82 @@ def qwen3(
             "tie_word_embeddings": False,
         },
         scaled={"q_norm.weight": 2.5, "k_norm.weight": 2.5},
+    )
+
+
+def gemma3(*, layers: int = 4, window: int = 80, kv_heads: int = 2) -> ModelSpec:
+    """Describe a Gemma 3 text model in which every other layer sees a sliding window."""
+    kinds = ("sliding_attention", "full_attention")
+    return ModelSpec(
+        model_type="gemma3_text",
+        fields={
+            "num_hidden_layers": layers,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": window,
+            "tie_word_embeddings": False,
+            "layer_types": [kinds[index % len(kinds)] for index in range(layers)],
+        },
+        # Gemma's norms multiply by one plus the weight.
+        filled={"q_norm.weight": 1.5, "k_norm.weight": 1.5},
+    )
+
+
+def deepseek_v2(*, layers: int = 2) -> ModelSpec:
+    """Describe a dense DeepSeek V2 model: multi-head latent attention, no experts."""
+    return ModelSpec(
+        model_type="deepseek_v2",
+        fields={
+            "num_hidden_layers": layers,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "moe_intermediate_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": layers,
+            "tie_word_embeddings": False,
+        },
+        scaled={"kv_a_layernorm.weight": 2.5},
+    )
+
+
+def granite_hybrid(*, layers: int = 4) -> ModelSpec:
+    """Describe a Granite 4 model without experts: Mamba 2 layers, and attention in every other."""
+    kinds = ("mamba", "attention")
+    return ModelSpec(
+        model_type="granitemoehybrid",
+        fields={
+            "num_hidden_layers": layers,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "shared_intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": [kinds[index % len(kinds)] for index in range(layers)],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 32,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 1.0,
+            "tie_word_embeddings": False,
+        },
     )
 
 
@@ -160,4 +237,7 @@ def _save_weights(spec: ModelSpec, folder: Path) -> None:
             for suffix, factor in spec.scaled.items():
                 if name.endswith(suffix):
                     parameter.mul_(factor)
+            for suffix, value in spec.filled.items():
+                if name.endswith(suffix):
+                    parameter.fill_(value)
     model.save_pretrained(folder)

@@ -102,7 +102,7 @@ def selftest(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small requests, few repetitions.")
     ] = False,
-    limit_s: Annotated[float, typer.Option(help="Longest time the whole test may take.")] = 300.0,
+    limit_s: Annotated[float, typer.Option(help="Longest time the whole test may take.")] = 600.0,
 ) -> None:
     """Push KV between two processes over real NIXL and compare every byte.
 

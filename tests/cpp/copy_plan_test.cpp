@@ -244,6 +244,16 @@ TEST(CopyPlan, KeysAndValuesInHalvesMakeTwoRuns) {
   EXPECT_EQ(plan.descriptors_before, 6U);
 }
 
+TEST(CopyPlan, AWholePoolIsOneRunEvenInHalves) {
+  auto [producer, consumer] = one_layer({.blocks = 3}, {.blocks = 3});
+  for (Rank* rank : {&producer, &consumer}) {
+    (*rank)[0].components = 2;
+    (*rank)[0].component_stride = (*rank)[0].block_stride * 3;
+  }
+  const CopyPlan plan = plan_of(producer, consumer, {0, 48}, table({2, 0, 1}), table({2, 0, 1}));
+  EXPECT_EQ(plan.runs.size(), 1U);
+}
+
 TEST(CopyPlan, BlockSizesThatDifferStillMerge) {
   const auto [producer, consumer] = one_layer({.tokens = 32}, {.tokens = 48});
   const CopyPlan plan =
@@ -676,6 +686,26 @@ TEST(AssignWriters, PipelineStagesSendTheLayersTheyHave) {
   ASSERT_TRUE(across.is_ok());
   EXPECT_EQ(across.value().pairs(0, 1).size(), 0U);
   EXPECT_EQ(across.value().pairs(1, 0), (std::vector<RegionPair>{{0, 2, 0, 4}}));
+}
+
+TEST(AssignWriters, SharesThatOverlapUnevenlyAreCutWhereTheyEnd) {
+  const std::vector<Rank> producers{
+      make_rank(0, 1, {.first_head = 0, .heads = 3, .total_heads = 8}),
+      make_rank(0, 1, {.first_head = 0, .heads = 5, .total_heads = 8}),
+      make_rank(0, 1, {.first_head = 4, .heads = 4, .total_heads = 8})};
+  const auto assignment = assign_writers(producers, make_ranks(0, 1, 8, 1));
+  ASSERT_TRUE(assignment.is_ok()) << assignment.message();
+  std::vector<int> sent(8);
+  for (std::size_t p = 0; p < 3; ++p) {
+    const Region& region = producers[p][0];
+    for (const auto& [begin, end] : heads_sent(assignment.value(), p, 0)) {
+      EXPECT_GE(begin, region.first_head);
+      EXPECT_LE(end, region.first_head + region.heads);
+      for (std::uint32_t head = begin; head < end; ++head)
+        ++sent[head];
+    }
+  }
+  EXPECT_EQ(sent, std::vector<int>(8, 1));
 }
 
 std::string refused(const std::vector<Rank>& producers, const std::vector<Rank>& consumers) {

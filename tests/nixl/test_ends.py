@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,28 @@ def test_revoked_in_mid_transfer(new_pair: MakePair) -> None:
     kinds = set()
     for i in range(3):
         offer, grant = start_long(pair, f"long {i}")
+        consumer.revoke(grant)
+        event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
+        kinds.add(event.kind)
+        producer.wait(offer)
+        pair.idle()
+        assert consumer.wrong_bytes() == 0, "written after the grant had ended"
+    assert "receive_revoked" in kinds
+    assert_works(pair)
+
+
+def test_revoked_while_one_large_write_is_in_flight(new_pair: MakePair) -> None:
+    """Over TCP a write goes on after it was posted: the end must wait for it."""
+    layout = replace(LONG, layers=8)
+    pair = new_pair(layout, env={"UCX_TLS": "tcp"}, max_batch_bytes=1 << 30)
+    producer, consumer = pair.producer, pair.consumer
+    producer.fill(2, LONG_IDS, LONG_TOKENS)
+    kinds = set()
+    for i in range(3):
+        offer = producer.offer(f"large {i}", LONG_IDS, LONG_TOKENS)
+        producer.wait_counters(offers_live=1)
+        grant = consumer.grant(f"large {i}", LONG_IDS, LONG_TOKENS)
+        producer.wait_counters(writes_posted=i + 1)
         consumer.revoke(grant)
         event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
         kinds.add(event.kind)

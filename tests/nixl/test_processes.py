@@ -84,6 +84,23 @@ def test_the_producer_is_killed_while_a_grant_waits(new_pair: MakePair, new_peer
     assert_works(Pair(replacement, consumer))
 
 
+def test_blocks_stay_held_until_a_lost_writer_can_write_no_more(new_pair: MakePair) -> None:
+    pair = new_pair(**PATIENT, keepalive_s=0.1)
+    consumer = pair.consumer
+    grant = consumer.grant("quarantine", OTHER_IDS, TOKENS, deadline_s=0.5)
+    revoked = consumer.grant("quarantine too", IDS, TOKENS)
+    pair.producer.wait_counters(served_live=2)
+    session = pair.producer.session
+    pair.producer.kill()
+    consumer.wait_peer_lost(session)  # sending to it fails
+    consumer.revoke(revoked)
+    soon = consumer.grant("of another peer", [], 0, sessions=[])
+    assert consumer.wait(soon).kind == "received"
+    assert not consumer.ended(grant)
+    assert not consumer.ended(revoked)
+    assert consumer.counters()["grants_live"] == 2
+
+
 def test_the_producer_is_killed_in_mid_transfer(new_pair: MakePair, new_peer: MakePeer) -> None:
     pair = new_pair(LONG, **QUICK, **SMALL_POSTS)
     _, grant = start_long(pair, "cut short")

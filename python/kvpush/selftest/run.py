@@ -138,7 +138,11 @@ def _measure(pair: _Pair, geometry: Geometry, case: Case, repetitions: int) -> t
             pushes.append(costs)
     median = {name: statistics.median(push[name] for push in pushes) for name in pushes[0]}
     transfer_us = max(median["transfer_us"], 1e-3)
-    bare_us = median["bare_prepare_us"] + median["bare_write_us"] if pair.bare else None
+    best_us = max(min(push["transfer_us"] for push in pushes), 1e-3)
+    bare_us = bare_best_us = None
+    if pair.bare:
+        bare_us = median["bare_prepare_us"] + median["bare_write_us"]
+        bare_best_us = min(push["bare_prepare_us"] + push["bare_write_us"] for push in pushes)
     moved = int(median["bytes"])
     row = Row(
         request=case.name,
@@ -159,6 +163,9 @@ def _measure(pair: _Pair, geometry: Geometry, case: Case, repetitions: int) -> t
         bare_prepare_us=median.get("bare_prepare_us"),
         bare_write_us=median.get("bare_write_us"),
         bare_ratio=None if bare_us is None else bare_us / transfer_us,
+        transfer_best_us=best_us,
+        bare_best_us=bare_best_us,
+        bare_best_ratio=None if bare_best_us is None else bare_best_us / best_us,
         bytes_wrong=wrong,
     )
     if moved != case.payload_bytes(geometry):
@@ -231,7 +238,7 @@ def run_selftest(
             if number == 0 or work[number - 1][0] != geometry:
                 _open(pair, geometry)
             large = case.payload_bytes(geometry) > 1 << 24
-            row, first = _measure(pair, geometry, case, 3 if quick else 5 if large else 15)
+            row, first = _measure(pair, geometry, case, 3 if quick else 5 if large else 9)
             report.rows.append(row)
             report.mismatches += row.bytes_wrong
             report.first_mismatch = report.first_mismatch or (first and f"'{case.name}': {first}")

@@ -67,10 +67,17 @@ def _check_layer(layer: str, group: Any, spec: Any) -> None:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise UnsupportedError(f"Layer {layer} keeps KV outside the device's cache.")
     kinds = {base.__name__ for base in type(spec).__mro__}
+    if "MambaSpec" in kinds:
+        if getattr(spec, "mamba_cache_mode", "none") != "none":
+            raise UnsupportedError(
+                f"Layer {layer} keeps several states per request for the prefix cache, which "
+                "kvpush can't transfer. Use --no-enable-prefix-caching for this model."
+            )
+        return
     if "AttentionSpec" not in kinds:
         raise UnsupportedError(
-            f"Layer {layer} has a cache of kind {type(spec).__name__}; kvpush transfers attention "
-            "layers only."
+            f"Layer {layer} has a cache of kind {type(spec).__name__}; kvpush transfers "
+            "attention layers and Mamba states."
         )
     if getattr(spec, "prefix_replay_tokens", 0):
         raise UnsupportedError(f"Layer {layer} replays a window of its prefix after a load.")

@@ -12,7 +12,7 @@ from kvpush._nixl import find_library, prepare_environment
 from kvpush.config import Config
 from kvpush.vllm.handshake import PROTOCOL
 from kvpush.vllm.log import get_logger
-from kvpush.vllm.regions import CacheLayout, describe_caches
+from kvpush.vllm.regions import CacheLayout, describe_caches, is_state
 from kvpush.vllm.scheduler import GroupShape, SchedulerFacts
 from kvpush.vllm.worker import WorkerFacts, WorkerSide
 
@@ -46,7 +46,11 @@ def make_scheduler_facts(
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         groups=tuple(
-            GroupShape(tokens_per_block=group.kv_cache_spec.block_size)
+            GroupShape(
+                tokens_per_block=group.kv_cache_spec.block_size,
+                state=_holds_state(group.kv_cache_spec),
+                window=_forgets(group.kv_cache_spec),
+            )
             for group in kv_cache_config.kv_cache_groups
         ),
         can_produce=transfer.is_kv_producer,
@@ -106,7 +110,8 @@ def make_worker(
             engine_id=engine_id,
             rank=rank,
             tokens_per_block=tuple(
-                group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
+                0 if _holds_state(group.kv_cache_spec) else group.kv_cache_spec.block_size
+                for group in kv_cache_config.kv_cache_groups
             ),
             whole_blocks=layout.whole_blocks,
             mode=mode,
@@ -120,6 +125,21 @@ def make_worker(
         rank,
     )
     return worker, info
+
+
+def _holds_state(spec: Any) -> bool:
+    return is_state(_any_of(spec))
+
+
+def _forgets(spec: Any) -> bool:
+    kinds = {base.__name__ for base in type(_any_of(spec)).__mro__}
+    return bool(kinds & {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
+
+
+def _any_of(spec: Any) -> Any:
+    """A group of layers that differ in size only has one specification for each."""
+    specs = getattr(spec, "kv_cache_specs", None)
+    return spec if specs is None else next(iter(specs.values()))
 
 
 def _tuning(config: Config) -> dict[str, Any]:

@@ -11,6 +11,7 @@ sets pack keys in ways of their own, for which whole blocks are moved and both s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,15 @@ import msgspec
 from kvpush._core import Region
 from kvpush.errors import UnsupportedError
 
-__all__ = ["CacheLayout", "HeadPlan", "MemoryRange", "describe_caches", "layer_specs", "plan_heads"]
+__all__ = [
+    "CacheLayout",
+    "HeadPlan",
+    "MemoryRange",
+    "describe_caches",
+    "is_state",
+    "layer_specs",
+    "plan_heads",
+]
 
 MemoryRange = tuple[int, int, str, int]
 """Address, length in bytes, "host" or "device", device number."""
@@ -103,14 +112,18 @@ def describe_caches(
     _check_every_layer_has_a_group(tensors, specs)
     regions: list[Region] = []
     memory: list[MemoryRange] = []
-    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
     whole_blocks, packing = False, ""
     for layer, tensor in tensors.items():
         memory.append(_memory_of(tensor))
         if layer not in specs:
             continue
         group, spec = specs[layer]
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if is_state(spec):
+            regions.append(_state_region(layer, group, tensor, spec, kv_cache_config.num_blocks))
+            continue
+        # Groups overlay each other's memory: only within one do equal addresses mean one KV.
+        identity = (group, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
         if identity in seen:
             continue  # a layer that shares another's KV has nothing of its own to move
         seen[identity] = layer
@@ -177,6 +190,52 @@ def _heads_of(spec: Any, total_heads: int, tp_rank: int, tp_size: int) -> HeadPl
         return HeadPlan(first=0, held=1, total=1, replicated=True)
     held = int(getattr(spec, "num_heads", spec.num_kv_heads))
     return plan_heads(held, total_heads, tp_rank, tp_size)
+
+
+def is_state(spec: Any) -> bool:
+    """Mamba and its kin: one opaque state per request instead of something per token."""
+    return any(base.__name__ == "MambaSpec" for base in type(spec).__mro__)
+
+
+def _state_region(layer: str, group: int, tensor: Any, spec: Any, num_blocks: int) -> Region:
+    """States are copied whole; a page may be longer than the state in it."""
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    item = int(tensor.element_size())
+    content = _state_bytes(spec)
+    held, dense = item, True
+    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        dense = dense and (extent == 1 or stride * item == held)
+        held *= extent
+    if shape[0] != num_blocks or not dense or held < content:
+        raise UnsupportedError(
+            f"Layer {layer}: a state tensor of shape {shape} and strides {strides} does not match "
+            f"{num_blocks} blocks of {content} bytes."
+        )
+    memory, device = _placement(tensor)
+    return Region(
+        layer=layer,
+        dtype="+".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        base=tensor.data_ptr(),
+        block_stride=strides[0] * item,
+        num_blocks=num_blocks,
+        kind="state",
+        group=group,
+        memory=memory,
+        device=device,
+        replicated=bool(getattr(spec, "tp_replicated", False)),
+        state_bytes=content,
+    )
+
+
+def _state_bytes(spec: Any) -> int:
+    """Bytes of one state without its page's padding."""
+    declared = getattr(spec, "state_content_size_bytes", None)
+    if declared is not None:
+        return int(declared)
+    return sum(
+        math.prod(shape) * dtype.itemsize
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
 
 
 def _is_latent(spec: Any) -> bool:

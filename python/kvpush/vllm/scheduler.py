@@ -53,6 +53,10 @@ class GroupShape(msgspec.Struct, frozen=True):
     """One KV cache group, as far as block lists need it."""
 
     tokens_per_block: int
+    state: bool = False
+    """Its first block holds one state of the whole request so far."""
+    window: bool = False
+    """Blocks are given back as soon as the next token does not see them."""
 
 
 class SchedulerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +108,9 @@ class SchedulerSide:
         self._producing: Counter[_Key] = Counter()
         self._held: dict[str, _Key] = {}
         self._held_keys: set[_Key] = set()
+        # The decode leg computes the prompt's last token again. Where a cache forgets (a state is one
+        # token further, a window has left its first block), the prefill must stop before it.
+        self._stops_short = any(shape.state or shape.window for shape in facts.groups)
         self._no_blocks: Blocks = tuple((0, []) for _ in facts.groups)
         self._orders = StepOrders()
         self._step = 0
@@ -232,6 +239,8 @@ class SchedulerSide:
             return _Tracked(params=None, refused=str(error))
         tracked = _Tracked(params=params, key=(params.transfer_id, fingerprint(request)))
         if isinstance(params, ProduceParams):
+            if self._stops_short:
+                _leave_last_token(request)
             self._producing[tracked.key] += 1
         return tracked
 
@@ -258,6 +267,9 @@ class SchedulerSide:
         table: list[tuple[int, list[int]]] = []
         null = self._facts.null_block_id
         for shape, ids in zip(self._facts.groups, block_ids, strict=True):
+            if shape.state:
+                table.append((0, list(ids[:1])))
+                continue
             first = begin_token // shape.tokens_per_block
             last = -(-end_token // shape.tokens_per_block)
             table.append((first, [NO_BLOCK if b == null else b for b in ids[first:last]]))
@@ -411,12 +423,15 @@ class SchedulerSide:
     ) -> bool:
         """Whether the KV that a decode engine may ask for is there: all but the last token.
 
+        Where the cache forgets, the prefill has stopped before that token, and exactly there.
+
         A request that is preempted in its last step finishes with no blocks or too few.
         """
-        if watermark < prompt_tokens - 1 or watermark <= 0:
+        needed = prompt_tokens if self._stops_short else prompt_tokens - 1
+        if watermark < needed or watermark <= 0:
             return False
         return all(
-            len(ids) * shape.tokens_per_block >= prompt_tokens - 1
+            len(ids) > 0 if shape.state else len(ids) * shape.tokens_per_block >= needed
             for shape, ids in zip(self._facts.groups, block_ids, strict=True)
         )
 
@@ -450,6 +465,18 @@ class SchedulerSide:
             "pp_size": facts.pp_size,
             "transfer_mode": facts.mode,
         }
+
+
+def _leave_last_token(request: Any) -> None:
+    """Let a prefill leg end before the prompt's last token; its answer is of no use anyway.
+
+    Called after the fingerprint was taken, before vLLM has scheduled the request.
+    """
+    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:]
+        del request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
 
 
 def _check_prompt(request: Any) -> None:

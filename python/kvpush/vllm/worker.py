@@ -49,6 +49,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     rank: int
     tokens_per_block: tuple[int, ...]
+    """Of each KV cache group; 0 where a block holds a state."""
     whole_blocks: bool
     mode: str
     hello_timeout_s: float
@@ -142,7 +143,7 @@ class WorkerSide:
         self._sends[ticket] = offer
         watermark = offer.watermark
         if offer.final and self._facts.whole_blocks:
-            watermark = _round_up(watermark, max(self._facts.tokens_per_block))
+            watermark = _round_up(watermark, max(1, *self._facts.tokens_per_block))
         self._engine.offer(
             ticket,
             offer.transfer_id,
@@ -227,7 +228,7 @@ class WorkerSide:
         sizes = self._facts.tokens_per_block
         if not self._facts.whole_blocks or meeting.tokens_per_block != sizes:
             return grant.end_token
-        return _round_up(grant.end_token, min(sizes))
+        return _round_up(grant.end_token, min((size for size in sizes if size), default=1))
 
     def _fail_early(self, receive: _Receive, reason: str, detail: str) -> None:
         self._forget(receive)

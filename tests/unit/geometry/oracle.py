@@ -46,7 +46,7 @@ def token_addresses(region: _core.Region, block: int, token: int, heads: range) 
     """Addresses of one token's bytes, [head, byte of content]."""
     byte = np.arange(content_bytes(region))
     head = np.array(heads)[:, None]
-    return (
+    addresses: Addresses = (
         region.base
         + block * region.block_stride
         + (token // region.tokens_per_page) * region.page_stride
@@ -55,6 +55,7 @@ def token_addresses(region: _core.Region, block: int, token: int, heads: range) 
         + (head - region.first_head) * region.head_stride
         + byte % region.element_bytes
     )
+    return addresses
 
 
 def held_heads(region: _core.Region) -> range:

@@ -18,7 +18,7 @@ from .oracle import Blocks, Memory, Model, expected, fill
 from .worlds import World, worlds
 
 FAST = settings(
-    max_examples=400,
+    max_examples=500,
     derandomize=True,
     database=None,
     deadline=None,

@@ -228,7 +228,7 @@ def build_ranks(
 
 @st.composite
 def layouts(draw: st.DrawFn, *, plain: bool) -> Layout:
-    pages = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    pages = draw(st.sampled_from([1, 1, 2, 3]))
     # "layer" within a block, or outermost, as real tensors have it; other orders now and then.
     order = draw(
         st.one_of(
@@ -343,9 +343,11 @@ def requests(
     draw: st.DrawFn, layers: list[Layer], producer: Side, consumer: Side, seed: int
 ) -> tuple[Request, list[int], list[int]]:
     """A request, and the pool sizes of both sides by the model's groups."""
-    tokens = draw(st.integers(1, 40))
-    begin = draw(st.integers(0, tokens))
-    span = range(begin, draw(st.integers(begin, tokens)))
+    # Drawn from lists: left to itself, hypothesis prefers prompts of next to nothing.
+    tokens = draw(st.sampled_from([1, 7, 16, 24, 29, 35, 40]))
+    begin = draw(st.one_of(st.sampled_from([0, 0, 1]), st.integers(0, tokens)))
+    end = draw(st.one_of(st.sampled_from([tokens, tokens, tokens - 1]), st.integers(0, tokens)))
+    span = range(begin, max(begin, end))
     groups = len(producer.groups)
     tables: list[list[Blocks]] = [[Blocks(0, [])] * groups, [Blocks(0, [])] * groups]
     pools: list[list[int]] = [[], []]
@@ -376,9 +378,7 @@ def requests(
             length -= min(first, length)
             pool = length + layout.spare_blocks + 1
             pools[which].append(pool)
-            ids = draw(
-                block_lists(length, pool, seed=seed + 7 * group + which, hole_until=holes)
-            )
+            ids = draw(block_lists(length, pool, seed=seed + 7 * group + which, hole_until=holes))
             tables[which][side.groups[group]] = Blocks(first, ids)
     return Request(tokens, span, tables[0], tables[1]), pools[0], pools[1]
 

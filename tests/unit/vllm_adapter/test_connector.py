@@ -181,7 +181,7 @@ def test_dense_models_pass() -> None:
         ({"experts": True}, "--enable-return-routed-experts"),
         ({"device": "cuda", "buffer": "cpu"}, "kv_buffer_device"),
         ({"groups": 2, "by_request": False}, "2 KV cache groups"),
-        ({"kinds": ("MambaSpec",)}, "kind MambaSpec"),
+        ({"kinds": ("CircularBufferSpec",)}, "kind CircularBufferSpec"),
     ],
 )
 def test_what_cannot_work_is_refused_at_start(changes: dict[str, Any], said: str) -> None:

@@ -177,6 +177,8 @@ def test_layers_that_share_memory_are_described_once() -> None:
         tp_size=1,
     )
     assert [region.layer for region in made.regions] == ["a"]
+    both = describe({"a": tensor, "in the group": tensor}, spec)
+    assert [region.layer for region in both.regions] == ["a"]
     other = numbered((BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE))
     with pytest.raises(UnsupportedError, match="no KV cache group"):
         describe_caches(

@@ -264,7 +264,7 @@ def test_a_peer_in_another_mode_is_refused(rig: Rig) -> None:
 )
 def test_a_lost_peer_is_met_again(rig: Rig, loss: FakeEvent) -> None:
     assert rig.granted() == 1
-    rig.engine.events = [loss, FakeEvent("receive_failed", 1, "peer_lost")]
+    rig.engine.events = [loss, FakeEvent("receive_failed", 1, "deadline")]
     rig.side.take_results()
     rig.engine.on_connect = lambda: [9]
     rig.granted("next")

@@ -1,0 +1,162 @@
+"""Engines of different shape: KV from either to the other, and equal tokens.
+
+Both engines of a case can prefill and decode, so that one start serves both directions. What is
+expected comes from the decoding engine itself, asked without a transfer and under a cache salt of
+its own; that the KV came over the wire shows in the counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness import tiny_model
+from bench.harness.client import Answer, Client, Request
+from bench.harness.equality import require_equal
+from bench.harness.pair import Pair, PairSpec
+from bench.harness.servers import KVPUSH, Engine, EngineSpec, start_engines
+from bench.harness.tiny_model import ModelSpec, make_model
+from bench.harness.workload import mixed, tokens
+
+# Two tensor-parallel ranks that share a busy core take long over their first prefill.
+_CONNECTOR = KVPUSH.with_extra(receive_deadline_s=90, offer_ttl_s=90, grant_ttl_s=135)
+
+_COMMON: Mapping[str, Any] = {"num_blocks": 512, "max_model_len": 2048}
+
+_NO_CACHE = {"prefix_caching": False}
+
+# vLLM's CPU runner allocates what pipeline stages hand on only while it warms up for a compiler.
+_STAGES = {
+    "extra_args": (
+        "--pipeline-parallel-size",
+        "2",
+        "--no-enforce-eager",
+        "--compilation-config",
+        '{"mode": 2, "backend": "eager"}',
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how the two engines that run it differ."""
+
+    name: str
+    model: ModelSpec
+    first: Mapping[str, Any] = field(default_factory=dict)
+    second: Mapping[str, Any] = field(default_factory=dict)
+
+    def start(self, logs: Path) -> Pair:
+        model = make_model(self.model)
+        specs = [
+            EngineSpec(model, name, "kv_both", _CONNECTOR, **{**_COMMON, **more})
+            for name, more in (("first", self.first), ("second", self.second))
+        ]
+        first, second = start_engines(specs, logs)
+        pair = Pair(PairSpec(model, _CONNECTOR), [], None)
+        pair.producers, pair.consumers = [first], [second]
+        pair.remember_free_blocks()
+        return pair
+
+
+WINDOW = 80
+
+CORE = [
+    Case("tp-2-block-32-with-tp-1-block-64", tiny_model.qwen3(), {"tensor_parallel": 2}, {"block_size": 64}),
+    Case("window", tiny_model.gemma3(window=WINDOW), {"max_num_batched_tokens": 128}),
+]
+SOAK = [
+    Case("one-head-on-tp-2", tiny_model.qwen3(kv_heads=1), {"tensor_parallel": 2}),
+    Case("pp-2-with-block-96", tiny_model.qwen3(), _STAGES, {"block_size": 96}),
+    Case("latent", tiny_model.deepseek_v2(), {"block_size": 16}, {"block_size": 16}),
+    Case("state", tiny_model.granite_hybrid(), _NO_CACHE, _NO_CACHE),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*CORE, *(pytest.param(case, marks=pytest.mark.soak) for case in SOAK)],
+    ids=lambda case: case.name,
+)
+def running(request, fleet, server_logs) -> Iterator[tuple[Case, Pair]]:
+    """The engines of one case."""
+    case: Case = request.param
+    fleet.stop()
+    pair = case.start(server_logs / case.name)
+    try:
+        yield case, pair
+    finally:
+        pair.stop()
+
+
+@pytest.fixture(params=["there", "back"])
+def ends(request, running) -> Iterator[tuple[Case, Pair]]:
+    """The case, with the engines as producer and consumer in one order or the other."""
+    case, pair = running
+    first, second = sorted(pair.engines, key=lambda engine: engine.name)
+    producer, consumer = (first, second) if request.param == "there" else (second, first)
+    pair.producers, pair.consumers = [producer], [consumer]
+    yield case, pair
+    for engine in pair.engines:
+        assert engine.alive(), f"{engine.name} died{engine.tail()}"
+    pair.wait_at_rest()
+
+
+async def _alone(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """What the engine answers without any transfer, and without what transfers left in its cache."""
+    salted = [replace(request, extra={"cache_salt": "alone"}) for request in requests]
+    async with Client() as client:
+        return await client.complete_all(engine.url, salted, at_once=16)
+
+
+def require_equal_after_transfer(pair: Pair, requests: Sequence[Request]) -> None:
+    """Send the requests over the pair; each must be loaded, and its tokens be the right ones."""
+    (producer,), (consumer,) = pair.producers, pair.consumers
+    pair.wait_at_rest()
+    before = pair.counters([consumer])
+    written = pair.counters([producer])["bytes_written"]
+    expected = asyncio.run(_alone(consumer, requests))
+    got = asyncio.run(pair.send_all(requests, at_once=8))
+    require_equal(requests, expected, got)
+    pair.wait_at_rest()
+    after = pair.counters([consumer])
+    ranks = len(pair.stats(consumer)["workers"])
+    received = after["transfers_received"] - before["transfers_received"]
+    assert received == ranks * len(requests)
+    assert after["transfers_failed"] == before["transfers_failed"]
+    assert pair.counters([producer])["bytes_written"] > written
+
+
+def test_tokens_are_those_of_one_engine(ends, request):
+    case, pair = ends
+    # Each direction has prompts of its own: nothing may be in a cache from the other's.
+    seed = 21 + sum(map(ord, request.node.callspec.id))
+    require_equal_after_transfer(pair, mixed(16, longest=1200, sharing=0.0, seed=seed))
+
+
+def test_every_length_around_a_window_and_its_blocks(ends, request):
+    """The decode engine needs one token of the window more than a prefill of the whole keeps."""
+    case, pair = ends
+    if case.name != "window":
+        pytest.skip("no sliding window in this model")
+    base = 1000 * (1 + sum(map(ord, request.node.callspec.id)))
+    lengths = [*range(2, 6), *range(WINDOW - 2, WINDOW + 3), *range(165, 200), *range(330, 340)]
+    requests = [Request(tokens(length, seed=base + length), 12) for length in lengths]
+    require_equal_after_transfer(pair, requests)
+
+
+def test_a_prefix_in_the_decode_engine_is_not_sent_again(ends, request):
+    case, pair = ends
+    if "prefix_caching" in case.first:
+        pytest.skip("no prefix cache in this case")
+    base = 77 + sum(map(ord, request.node.callspec.id))
+    prompt = tokens(640, seed=base)
+    first = [Request(prompt[:400], 8)]
+    require_equal_after_transfer(pair, first)
+    longer = [Request([*prompt[:400], *tokens(240, seed=base + at)], 8) for at in range(1, 4)]
+    require_equal_after_transfer(pair, longer)
