@@ -10,8 +10,8 @@ decode engine, for every region. Three stages, each timed alone:
 * post: `transfer`, until all handles are done.
 
 Both go through NIXL's Python module between two agents of this process; the engine itself goes
-through the C API. After each transfer the bytes are compared. Times are the best of several rounds: processor time of
-the calling thread for plan and make, which never wait, and elapsed time for post.
+through the C API. After each transfer the bytes are compared. Times are the best of several rounds:
+processor time of the calling thread for plan and make, which never wait, and elapsed time for post.
 
 `python -m bench.desc_prep` (needs vLLM and NIXL; about two minutes). `--quick` leaves NIXL out.
 """

@@ -18,7 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,6 +84,13 @@ class Run:
     repetition: int
     values: dict[str, float]
     load_average: float
+
+
+def with_extra(mode: Mode, extra: dict[str, Any]) -> Mode:
+    """The mode with more connector configuration, where the connector is ours."""
+    if not extra or mode.connector is None or mode.name in STOCK:
+        return mode
+    return replace(mode, connector=replace(mode.connector, extra_config=extra))
 
 
 def prompts_and_arrivals(point: Point, mode: Mode, seed: int) -> list[tuple[float, list[int]]]:
@@ -330,6 +337,7 @@ def main(
     pool_tokens: Annotated[int, typer.Option(help="tokens the KV cache holds")] = 131072,
     chunk: Annotated[int, typer.Option(help="most tokens of one step")] = 32768,
     stamp: Annotated[str, typer.Option(help="check the KV: all or sampled")] = "",
+    extra: Annotated[str, typer.Option(help="kvpush's kv_connector_extra_config, JSON")] = "{}",
     out: Annotated[Path, typer.Option(help="folder for results")] = Path("build/bench/replay"),
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -346,7 +354,7 @@ def main(
     logs = fresh_logs(DEFAULT_CACHE / "bench-logs")
     console.print(f"[dim]the engines' logs: {logs}[/]")
     runs = replay(
-        [MODES[name] for name in modes.split(",")],
+        [with_extra(MODES[name], json.loads(extra)) for name in modes.split(",")],
         points,
         engines,
         ModelSettings(stamp=stamp),

@@ -1,13 +1,13 @@
 // The Python module kvpush._core: every part of it, named once. The only file that includes
 // pybind11. Native threads never come through here: Python calls in, and polls for events.
+#include <cmath>
+#include <cstring>
+#include <tuple>
+
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#include <cmath>
-#include <cstring>
-#include <tuple>
 
 #include "copy_plan.h"
 #include "engine_thread.h"
@@ -50,7 +50,9 @@ Enum from_name(const std::string& field, const std::string& name, const char* fi
 MemoryKind memory_kind(const std::string& name) {
   return from_name<MemoryKind>("memory", name, "host", "device");
 }
-const char* memory_name(MemoryKind kind) { return kind == MemoryKind::kHost ? "host" : "device"; }
+const char* memory_name(MemoryKind kind) {
+  return kind == MemoryKind::kHost ? "host" : "device";
+}
 
 BlockId block_id_from(std::int64_t id) {
   if (id == -1) {
@@ -82,8 +84,8 @@ std::vector<BlockId> block_ids_from(const py::handle& object) {
 
 BlockTable block_table_from(const py::sequence& groups) {
   if (groups.size() > kMaxGroups) {
-    throw py::value_error("there are " + std::to_string(groups.size()) +
-                          " block groups; at most " + std::to_string(kMaxGroups) + " are allowed");
+    throw py::value_error("there are " + std::to_string(groups.size()) + " block groups; at most " +
+                          std::to_string(kMaxGroups) + " are allowed");
   }
   BlockTable table;
   table.reserve(groups.size());
@@ -196,7 +198,8 @@ void bind_region(py::module_& m) {
                                return region.kind == RegionKind::kState ? "state" : "attention";
                              })
       .def_readonly("group", &Region::group)
-      .def_property_readonly("memory", [](const Region& region) { return memory_name(region.memory); })
+      .def_property_readonly("memory",
+                             [](const Region& region) { return memory_name(region.memory); })
       .def_readonly("device", &Region::device)
       .def_readonly("base", &Region::base)
       .def_readonly("block_stride", &Region::block_stride)
@@ -225,7 +228,9 @@ void bind_region(py::module_& m) {
       });
   m.def(
       "validate_region",
-      [](const Region& region, std::size_t index) { throw_if_error(validate_region(region, index)); },
+      [](const Region& region, std::size_t index) {
+        throw_if_error(validate_region(region, index));
+      },
       "region"_a, "index"_a = 0);
 }
 
@@ -286,17 +291,17 @@ void bind_planner(py::module_& m) {
                                    {static_cast<py::ssize_t>(plan.runs.size()), py::ssize_t{3}},
                                    reinterpret_cast<const std::uint64_t*>(plan.runs.data()), self);
                              })
-      .def_property_readonly("batches",
-                             [](const CopyPlan& plan) {
-                               py::list batches;
-                               for (const CopyPlan::Batch& batch : plan.batches) {
-                                 batches.append(py::make_tuple(
-                                     memory_name(batch.local_kind), batch.local_device,
-                                     memory_name(batch.remote_kind), batch.remote_device,
-                                     batch.begin, batch.end));
-                               }
-                               return batches;
-                             })
+      .def_property_readonly(
+          "batches",
+          [](const CopyPlan& plan) {
+            py::list batches;
+            for (const CopyPlan::Batch& batch : plan.batches) {
+              batches.append(py::make_tuple(memory_name(batch.local_kind), batch.local_device,
+                                            memory_name(batch.remote_kind), batch.remote_device,
+                                            batch.begin, batch.end));
+            }
+            return batches;
+          })
       .def_readonly("bytes", &CopyPlan::bytes)
       .def_readonly("descriptors_before", &CopyPlan::descriptors_before);
   py::class_<CopyPlanner>(m, "CopyPlanner", py::is_final())
@@ -455,9 +460,10 @@ class PyEngine {
   explicit PyEngine(PyConfig config)
       : config_(std::move(config)), thread_(config_.engine, config_.loop) {}
 
-  void start(std::vector<Region> regions,
-             const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::string, std::uint32_t>>&
-                 memory) {
+  void start(
+      std::vector<Region> regions,
+      const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::string, std::uint32_t>>&
+          memory) {
     bool on_device = false;
     for (std::size_t i = 0; i < regions.size(); ++i) {
       throw_if_error(validate_region(regions[i], i));

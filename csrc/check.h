@@ -12,9 +12,9 @@ namespace kvpush {
 
 }  // namespace kvpush
 
-#define KVPUSH_CHECK(condition, why)                                     \
-  do {                                                                   \
-    if (!(condition)) [[unlikely]] {                                     \
-      ::kvpush::check_failed(#condition, __FILE__, __LINE__, (why));     \
-    }                                                                    \
+#define KVPUSH_CHECK(condition, why)                                 \
+  do {                                                               \
+    if (!(condition)) [[unlikely]] {                                 \
+      ::kvpush::check_failed(#condition, __FILE__, __LINE__, (why)); \
+    }                                                                \
   } while (false)

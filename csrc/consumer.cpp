@@ -295,8 +295,8 @@ void Consumer::on_tick(TimeNs now, Actions& out) {
   for (const Ticket ticket : tickets) {
     Grant& grant = grants_.at(ticket);
     if (now >= grant.command.deadline) {
-      begin_end(grant, End::kFailed, Reason::kDeadline,
-                "the KV did not come before the deadline", 0, now, out);
+      begin_end(grant, End::kFailed, Reason::kDeadline, "the KV did not come before the deadline",
+                0, now, out);
     }
     for (Writer& writer : grant.writers) {
       tick_writer(grant, writer, now, out);

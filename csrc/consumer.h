@@ -14,12 +14,13 @@
 // and for the grant as a whole:
 //
 //   live     -> all writers kComplete                -> End::kDone
-//   live     -> revoked, deadline, a writer failed   -> ending: REVOKE to every writer that may write
-//   ending   -> every writer kComplete/kEnded/kGone  -> End::kRevoked or End::kFailed
+//   live     -> revoked, deadline, a writer failed   -> ending: REVOKE to every writer that may
+//   write ending   -> every writer kComplete/kEnded/kGone  -> End::kRevoked or End::kFailed
 //
 // The end is reported once, and only when no writer can write any more (design, rule 2): from then
 // on the blocks are the caller's again. The first reason for ending is the one reported. A writer
-// that leaves REVOKE unanswered is dropped as a peer, which starts its fence: every wait is bounded.
+// that leaves REVOKE unanswered is dropped as a peer, which starts its fence: every wait is
+// bounded.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +37,9 @@
 namespace kvpush {
 
 struct ConsumerConfig {
-  DurationNs resend = 2 * kSecond;           // between repeats of GRANT and of REVOKE
-  DurationNs revoke_patience = 20 * kSecond; // REVOKE unanswered for this long: the peer is dropped
+  DurationNs resend = 2 * kSecond;  // between repeats of GRANT and of REVOKE
+  DurationNs revoke_patience =
+      20 * kSecond;  // REVOKE unanswered for this long: the peer is dropped
   // vLLM runs some thousands of requests at most; a grant takes about 1 KB.
   std::size_t max_grants = 65'536;
 };

@@ -40,9 +40,8 @@ bool Coverage::add(const WrittenMessage& written) {
 }
 
 bool Coverage::covers(TokenSpan span) const noexcept {
-  return span.empty() || std::any_of(done_.begin(), done_.end(), [span](TokenSpan done) {
-           return done.contains(span);
-         });
+  return span.empty() || std::any_of(done_.begin(), done_.end(),
+                                     [span](TokenSpan done) { return done.contains(span); });
 }
 
 bool Coverage::merge(TokenSpan span) {

@@ -27,7 +27,6 @@ std::unique_ptr<DeviceFence> make_host_fence();
 // Asks the CUDA driver, opened here by path or name. The process must have initialised CUDA before
 // the first event is asked about; no context need be current on the asking thread. The error says
 // which library or symbol is missing.
-Result<std::unique_ptr<DeviceFence>> make_cuda_fence(
-    const std::string& driver = "libcuda.so.1");
+Result<std::unique_ptr<DeviceFence>> make_cuda_fence(const std::string& driver = "libcuda.so.1");
 
 }  // namespace kvpush

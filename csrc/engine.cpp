@@ -7,7 +7,8 @@
 namespace kvpush {
 
 namespace {
-// Timers are for seconds: looking at every table 200 times a second is exact enough and costs little.
+// Timers are for seconds: looking at every table 200 times a second is exact enough and costs
+// little.
 constexpr DurationNs kTimerInterval = 5 * kMillisecond;
 // Parts posted in one tick before messages get a turn again.
 constexpr int kPartsPerTick = 4;
@@ -167,8 +168,8 @@ void Engine::fail_connects(Session session, const Status& why) {
 
 void Engine::on(GrantCommand command) {
   const TimeNs now = clock_.now();
-  const auto stranger = std::find_if(
-      command.writers.begin(), command.writers.end(), [this](Session session) {
+  const auto stranger =
+      std::find_if(command.writers.begin(), command.writers.end(), [this](Session session) {
         const auto peer = peers_.find(session);
         return peer == peers_.end() || !peer->second.welcomed;
       });
@@ -343,7 +344,8 @@ bool Engine::on_peer_message(Message& message) {
   return std::visit(
       [&](auto& body) {
         using Body = std::decay_t<decltype(body)>;
-        if constexpr (std::is_same_v<Body, HelloMessage> || std::is_same_v<Body, KeepaliveMessage>) {
+        if constexpr (std::is_same_v<Body, HelloMessage> ||
+                      std::is_same_v<Body, KeepaliveMessage>) {
           return true;
         } else if constexpr (std::is_same_v<Body, GoodbyeMessage>) {
           lose_peer(message.from, "it said goodbye", true);
@@ -418,8 +420,8 @@ Status Engine::admit(const PeerInfo& info, HelloMessage& message, std::uint64_t 
   }
   peer.fan_out = message.fan_out;
   peer.their_meeting = meeting;
-  peer.planner = std::make_unique<CopyPlanner>(self_.regions, info.regions,
-                                               std::move(message.pairs), true);
+  peer.planner =
+      std::make_unique<CopyPlanner>(self_.regions, info.regions, std::move(message.pairs), true);
   return Status::ok();
 }
 
@@ -472,7 +474,9 @@ void Engine::run_actions() {
   }
 }
 
-void Engine::run(SendAction& action) { send(action.to, action.body); }
+void Engine::run(SendAction& action) {
+  send(action.to, action.body);
+}
 
 void Engine::send(Session to, const MessageBody& body) {
   const auto found = peers_.find(to);
@@ -534,7 +538,9 @@ void Engine::run(EndAction& action) {
   events_.emplace_back(std::move(action));
 }
 
-void Engine::run(DropPeerAction& action) { lose_peer(action.peer, action.why, false); }
+void Engine::run(DropPeerAction& action) {
+  lose_peer(action.peer, action.why, false);
+}
 
 void Engine::lose_peer(Session session, const std::string& why, bool writes_no_more) {
   const auto found = peers_.find(session);
@@ -590,8 +596,8 @@ bool Engine::open_fences() {
   bool progress = false;
   while (!fences_.empty()) {
     FencedOfferCommand& waiting = fences_.front();
-    const Result<bool> complete = waiting.event == 0 ? Result<bool>(true)
-                                                     : fence_.is_complete(waiting.event);
+    const Result<bool> complete =
+        waiting.event == 0 ? Result<bool>(true) : fence_.is_complete(waiting.event);
     if (complete.is_ok() && !complete.value()) {
       break;
     }

@@ -2,7 +2,8 @@
 //
 // Commands from Python go in through handle(), time passes in tick(), events for Python come out of
 // take_events(). Loop thread only; nothing here blocks, and a tick does a bounded amount of work.
-// It owns no thread and reads no clock but the one it was given, so the simulator drives it as it is.
+// It owns no thread and reads no clock but the one it was given, so the simulator drives it as it
+// is.
 //
 // Proof of life (design, rule 2). A producer may write to a consumer only while that one still
 // means what it granted. That a message arrived proves nothing: it may be as old as the time this
@@ -45,8 +46,8 @@ struct EngineConfig {
   // Silence after which a peer counts as lost; ten keepalives, so that a busy host is not taken for
   // a dead one.
   DurationNs peer_timeout = 10 * kSecond;
-  // Added to peer_timeout before a lost writer's blocks are given back: covers one part being posted
-  // (milliseconds) and clocks that run at slightly different rates.
+  // Added to peer_timeout before a lost writer's blocks are given back: covers one part being
+  // posted (milliseconds) and clocks that run at slightly different rates.
   DurationNs fence_margin = 2 * kSecond;
   DurationNs hello_resend = 2 * kSecond;
   std::size_t max_peers = 4'096;  // ranks; each costs some hundred KB of geometry
@@ -221,7 +222,7 @@ class Engine {
   std::vector<Notification> inbox_;  // received, not yet handled from next_message_ on
   std::size_t next_message_ = 0;
   std::uint64_t meetings_ = 0;
-  std::vector<PostEnded> ended_;     // scratch
+  std::vector<PostEnded> ended_;  // scratch
   Actions scratch_;
   EngineCounters totals_;
   TimeNs next_timers_ = 0;

@@ -1,7 +1,6 @@
 #include "engine_thread.h"
 
 #include <sys/prctl.h>
-
 #include <utility>
 
 namespace kvpush {
@@ -13,7 +12,9 @@ constexpr unsigned long kTimerSlackNs = 1'000;
 constexpr DurationNs kGoodbyeFlush = 20 * kMillisecond;
 }  // namespace
 
-EngineThread::~EngineThread() { shutdown(0); }
+EngineThread::~EngineThread() {
+  shutdown(0);
+}
 
 Status EngineThread::start(TransportFactory factory, std::unique_ptr<DeviceFence> fence,
                            std::vector<MemoryRange> memory, PeerInfo self) {
@@ -170,9 +171,13 @@ ConnectResult EngineThread::connect(std::vector<PeerTarget> targets, DurationNs 
   return answer.get();
 }
 
-void EngineThread::submit(Command command) { commands_.put(std::move(command)); }
+void EngineThread::submit(Command command) {
+  commands_.put(std::move(command));
+}
 
-void EngineThread::poll(std::vector<EngineEvent>& out) { events_.take(out); }
+void EngineThread::poll(std::vector<EngineEvent>& out) {
+  events_.take(out);
+}
 
 EngineCounters EngineThread::counters() const {
   const std::lock_guard lock(state_mutex_);

@@ -40,8 +40,8 @@ class EngineThread {
   EngineThread(const EngineThread&) = delete;
   EngineThread& operator=(const EngineThread&) = delete;
 
-  // Starts the thread, makes the transport, registers the memory. `self` gets its transport metadata
-  // here. Blocks until that is done; on error the thread has ended.
+  // Starts the thread, makes the transport, registers the memory. `self` gets its transport
+  // metadata here. Blocks until that is done; on error the thread has ended.
   Status start(TransportFactory factory, std::unique_ptr<DeviceFence> fence,
                std::vector<MemoryRange> memory, PeerInfo self);
   // encode_peer_info() of this rank; empty before start().

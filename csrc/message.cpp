@@ -123,7 +123,9 @@ TokenSpan read_span(WireReader& in) {
   return span;
 }
 
-std::string clipped(const std::string& text) { return text.substr(0, kMaxDetailBytes); }
+std::string clipped(const std::string& text) {
+  return text.substr(0, kMaxDetailBytes);
+}
 
 // --- one writer and one reader for each kind; the kind's number is its place in MessageBody -----
 
@@ -223,12 +225,24 @@ void read_body(WireReader& in, FailedMessage& m) {
   }
 }
 
-void write_body(WireWriter& out, const AcceptedMessage& m) { out.u64(m.attempt); }
-void read_body(WireReader& in, AcceptedMessage& m) { m.attempt = in.u64(); }
-void write_body(WireWriter& out, const RevokeMessage& m) { out.u64(m.attempt); }
-void read_body(WireReader& in, RevokeMessage& m) { m.attempt = in.u64(); }
-void write_body(WireWriter& out, const RevokedMessage& m) { out.u64(m.attempt); }
-void read_body(WireReader& in, RevokedMessage& m) { m.attempt = in.u64(); }
+void write_body(WireWriter& out, const AcceptedMessage& m) {
+  out.u64(m.attempt);
+}
+void read_body(WireReader& in, AcceptedMessage& m) {
+  m.attempt = in.u64();
+}
+void write_body(WireWriter& out, const RevokeMessage& m) {
+  out.u64(m.attempt);
+}
+void read_body(WireReader& in, RevokeMessage& m) {
+  m.attempt = in.u64();
+}
+void write_body(WireWriter& out, const RevokedMessage& m) {
+  out.u64(m.attempt);
+}
+void read_body(WireReader& in, RevokedMessage& m) {
+  m.attempt = in.u64();
+}
 void write_body(WireWriter& /*out*/, const KeepaliveMessage& /*m*/) {}
 void read_body(WireReader& /*in*/, KeepaliveMessage& /*m*/) {}
 void write_body(WireWriter& /*out*/, const GoodbyeMessage& /*m*/) {}

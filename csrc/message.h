@@ -93,13 +93,13 @@ struct GoodbyeMessage {
   bool operator==(const GoodbyeMessage&) const = default;
 };
 
-using MessageBody =
-    std::variant<HelloMessage, WelcomeMessage, RefuseMessage, GrantMessage, AcceptedMessage,
-                 WrittenMessage, FailedMessage, RevokeMessage, RevokedMessage, KeepaliveMessage,
-                 GoodbyeMessage>;
+using MessageBody = std::variant<HelloMessage, WelcomeMessage, RefuseMessage, GrantMessage,
+                                 AcceptedMessage, WrittenMessage, FailedMessage, RevokeMessage,
+                                 RevokedMessage, KeepaliveMessage, GoodbyeMessage>;
 
 // The three numbers after `from` prove that a consumer is alive and still means what it granted. A
-// message may lie unread or travel for as long as it likes, so its arrival proves nothing about now.
+// message may lie unread or travel for as long as it likes, so its arrival proves nothing about
+// now.
 struct Message {
   Session from = 0;
   MessageBody body;

@@ -82,14 +82,15 @@ Status check_pairs(std::span<const Region> producer, std::span<const Region> con
     }
     const Region& from = producer[pair.producer_region];
     const Region& to = consumer[pair.consumer_region];
-    const bool heads_fit = from.kind == RegionKind::kState ||
-                           (pair.head_begin < pair.head_end && holds_heads(from, pair) &&
-                            holds_heads(to, pair));
+    const bool heads_fit =
+        from.kind == RegionKind::kState ||
+        (pair.head_begin < pair.head_end && holds_heads(from, pair) && holds_heads(to, pair));
     if (from.kind != to.kind || from.layer != to.layer || !heads_fit) {
-      return Status::error("region pair of layer '" + from.layer + "' here and layer '" +
-                           to.layer + "' on the peer does not fit");
+      return Status::error("region pair of layer '" + from.layer + "' here and layer '" + to.layer +
+                           "' on the peer does not fit");
     }
-    // What makes two regions mappable is assign_writers()'s to say: ask it about the piece they share.
+    // What makes two regions mappable is assign_writers()'s to say: ask it about the piece they
+    // share.
     const std::vector<std::vector<Region>> source{{narrowed(from, pair)}};
     const std::vector<std::vector<Region>> sink{{narrowed(to, pair)}};
     if (const auto assigned = assign_writers(source, sink); !assigned.is_ok()) {

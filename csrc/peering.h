@@ -16,7 +16,7 @@ namespace kvpush {
 struct PeerTarget {
   PeerInfo info;
   std::vector<RegionPair> pairs;  // empty: it has nothing we need, and is ours to tell so
-  std::uint32_t fan_out = 1;  // ranks of the consumer engine that this producer rank serves
+  std::uint32_t fan_out = 1;      // ranks of the consumer engine that this producer rank serves
 };
 
 // The producer ranks that consumers[consumer_index] must meet, after checking that the engines

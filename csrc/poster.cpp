@@ -87,8 +87,7 @@ void Poster::add(PostJob job) {
   } else if (active.parts.empty()) {
     // Nothing to copy (the consumer keeps none of these tokens), but it counts on being told.
     const WrittenMessage written{active.job.attempt, active.job.span, 0, 1};
-    const Status sent =
-        transport_.notify(active.job.peer_name, encode_message({self_, written}));
+    const Status sent = transport_.notify(active.job.peer_name, encode_message({self_, written}));
     if (!sent.is_ok()) {
       drop_rest(active, Reason::kTransportError, sent.message());
     }
@@ -115,8 +114,8 @@ void Poster::post_part(Active& active) {
   if (active.first_post == 0) {
     active.first_post = before;
   }
-  const Result<HandleId> handle = transport_.post(CopyDirection::kWrite, active.job.peer_name, batch,
-                                                  encode_message({self_, written}));
+  const Result<HandleId> handle = transport_.post(CopyDirection::kWrite, active.job.peer_name,
+                                                  batch, encode_message({self_, written}));
   active.result.stats.post_ns += clock_.now() - before;
   if (!handle.is_ok()) {
     drop_rest(active, Reason::kTransportError, handle.message());

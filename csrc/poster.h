@@ -1,8 +1,8 @@
 // Poster: turns planned copies into transport handles, batch by batch, and follows them to their
 // end. Loop thread only.
 //
-// A post is cut into parts of bounded size for three reasons: posting blocks the caller (4 to 8 us a
-// descriptor on UCX over cross-memory attach), so messages must get a turn in between; a process
+// A post is cut into parts of bounded size for three reasons: posting blocks the caller (4 to 8 us
+// a descriptor on UCX over cross-memory attach), so messages must get a turn in between; a process
 // stopped in the middle of a part should hold next to nothing that writes; and the first parts
 // travel while later ones are prepared. Each part carries its own WRITTEN.
 #pragma once
@@ -22,8 +22,8 @@
 namespace kvpush {
 
 struct PosterConfig {
-  std::uint32_t max_batch_descriptors = 1'024;    // 4 to 8 ms of posting at worst
-  std::uint64_t max_batch_bytes = 32ULL << 20;    // 3 to 6 ms of copying at 5 to 10 GB/s
+  std::uint32_t max_batch_descriptors = 1'024;  // 4 to 8 ms of posting at worst
+  std::uint64_t max_batch_bytes = 32ULL << 20;  // 3 to 6 ms of copying at 5 to 10 GB/s
   // To each peer: keeps an RDMA queue busy, and a peer that takes nothing leaves the others alone.
   std::uint32_t max_handles_in_flight = 64;
 };

@@ -33,7 +33,9 @@ std::size_t count_blocks(const BlockTable& table) {
   return count;
 }
 
-std::string tokens(std::uint32_t count) { return std::to_string(count) + " tokens"; }
+std::string tokens(std::uint32_t count) {
+  return std::to_string(count) + " tokens";
+}
 
 }  // namespace
 
@@ -105,8 +107,8 @@ void Producer::offer(OfferCommand command, TimeNs now, Actions& out) {
   if (found == offers_.end()) {
     const bool known = keys_.contains(command.key);
     const bool taken = known && keys_.at(command.key).offer != 0;
-    const bool full = offers_.size() >= config_.max_offers ||
-                      (!known && keys_.size() >= config_.max_keys);
+    const bool full =
+        offers_.size() >= config_.max_offers || (!known && keys_.size() >= config_.max_keys);
     found = offers_.emplace(command.ticket, Offer{}).first;
     found->second.key = command.key;
     found->second.final = command.final;
@@ -351,8 +353,8 @@ void Producer::advance(ServeId id, TimeNs now, Actions& out) {
     limit = granule == 0 ? 0 : std::min(limit, offer.watermark / granule * granule);
   }
   if (limit > serve.posted_to) {
-    out.emplace_back(PostAction{id, serve.session, TokenSpan{serve.posted_to, limit},
-                                limit == serve.span.end});
+    out.emplace_back(
+        PostAction{id, serve.session, TokenSpan{serve.posted_to, limit}, limit == serve.span.end});
     serve.posted_to = limit;
     ++serve.posts_in_flight;
   }

@@ -14,8 +14,9 @@
 //
 //   kWaiting -> kWriting      an offer with its key comes (or was there)
 //   kWriting -> ended, done   `final` was said and every post of the span has ended well
-//   any      -> kEnding       REVOKE, withdrawn, superseded, too short, post failed, expired, peer lost
-//   kEnding  -> ended         its last post has ended: only now FAILED or REVOKED is said, because
+//   any      -> kEnding       REVOKE, withdrawn, superseded, too short, post failed, expired, peer
+//   lost kEnding  -> ended         its last post has ended: only now FAILED or REVOKED is said,
+//   because
 //                             both promise that nothing more is written (design, rules 1 and 2)
 //
 // An offer ends when all grants of its attempt have ended, or it is withdrawn or expires and
@@ -57,7 +58,7 @@ struct ProducerConfig {
   std::uint32_t granularity_tokens = 0;
   std::size_t max_serves = 65'536;  // thousands of requests x ranks
   std::size_t max_offers = 65'536;
-  std::size_t max_keys = 131'072;   // each offer and each grant may have a key of its own
+  std::size_t max_keys = 131'072;       // each offer and each grant may have a key of its own
   std::size_t max_tombstones = 65'536;  // some 100 bytes each: 7 MB
   // Block ids of all grants served: 256 MB. Ten thousand prompts of a million tokens have 640
   // million blocks of 16, but no cache holds them.
@@ -163,9 +164,7 @@ class Producer {
     Reason given_up = Reason::kNone;  // the prefill was given up: no offer is expected
     TimeNs forget = 0;                // an entry with nothing live is dropped at this time
 
-    bool all_ended() const noexcept {
-      return attempt != 0 && serves.empty() && ended >= fan_out;
-    }
+    bool all_ended() const noexcept { return attempt != 0 && serves.empty() && ended >= fan_out; }
     void start_attempt(Attempt next, std::string engine, std::uint32_t ranks);
     // Its attempt is over. Gives the grants that were live.
     std::vector<ServeId> retire_attempt();

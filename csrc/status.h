@@ -17,21 +17,21 @@ namespace kvpush {
 // Why a transfer ended otherwise than complete. On the wire as one byte: append only.
 enum class Reason : std::uint8_t {
   kNone = 0,
-  kDeadline = 1,           // the consumer's deadline passed
-  kPeerLost = 2,           // the peer's session is gone, or was not heard for the peer time-out
-  kPeerUnreachable = 3,    // discovery or HELLO failed
-  kIncompatible = 4,       // the peers' geometry or facts differ
-  kProducerAborted = 5,    // the prefill was aborted or rejected
-  kProducerShort = 6,      // the prefill ended with fewer tokens than were granted
-  kOfferExpired = 7,       // no consumer came in time
-  kGrantExpired = 8,       // no prefill came in time
-  kSuperseded = 9,         // a newer attempt of the same transfer took over
-  kAmbiguous = 10,         // another live transfer has the same id and fingerprint
-  kTransportError = 11,    // post or completion failed
-  kBadRequest = 12,        // the request's own parameters are wrong
-  kTableFull = 13,         // a bound was reached
-  kRevoked = 14,           // the consumer took its blocks back
-  kShutdown = 15,          // the engine is stopping
+  kDeadline = 1,         // the consumer's deadline passed
+  kPeerLost = 2,         // the peer's session is gone, or was not heard for the peer time-out
+  kPeerUnreachable = 3,  // discovery or HELLO failed
+  kIncompatible = 4,     // the peers' geometry or facts differ
+  kProducerAborted = 5,  // the prefill was aborted or rejected
+  kProducerShort = 6,    // the prefill ended with fewer tokens than were granted
+  kOfferExpired = 7,     // no consumer came in time
+  kGrantExpired = 8,     // no prefill came in time
+  kSuperseded = 9,       // a newer attempt of the same transfer took over
+  kAmbiguous = 10,       // another live transfer has the same id and fingerprint
+  kTransportError = 11,  // post or completion failed
+  kBadRequest = 12,      // the request's own parameters are wrong
+  kTableFull = 13,       // a bound was reached
+  kRevoked = 14,         // the consumer took its blocks back
+  kShutdown = 15,        // the engine is stopping
 };
 constexpr int kReasonCount = 16;
 
@@ -60,9 +60,10 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
+  Result(T value) : state_(std::move(value)) {}      // NOLINT(google-explicit-constructor)
   Result(Status error) : state_(std::move(error)) {  // NOLINT(google-explicit-constructor)
-    KVPUSH_CHECK(!std::get<Status>(state_).is_ok(), "a Result built from a Status must be an error");
+    KVPUSH_CHECK(!std::get<Status>(state_).is_ok(),
+                 "a Result built from a Status must be an error");
   }
 
   bool is_ok() const noexcept { return std::holds_alternative<T>(state_); }

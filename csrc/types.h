@@ -21,7 +21,8 @@ using BytesView = std::span<const std::byte>;
 using Session = std::uint64_t;
 // One consumer-side try at a transfer, shared by the ranks of the consumer: random, nonzero.
 using Attempt = std::uint64_t;
-// Names a request of the local engine on the Python side: unique in this process, never on the wire.
+// Names a request of the local engine on the Python side: unique in this process, never on the
+// wire.
 using Ticket = std::uint64_t;
 // A block of a KV cache group, as vLLM's scheduler numbers it.
 using BlockId = std::uint32_t;

@@ -29,8 +29,8 @@ class WritesAreGranted final : public Checker {
   void on_slice(const RankName& rank, Attempt attempt, BlockId block) override {
     const auto found = granted_.find({rank.life, block});
     if (found == granted_.end() || found->second != attempt) {
-      violated("attempt " + std::to_string(attempt) + " wrote into block " +
-               std::to_string(block) + " of " + rank.text + ", which is " +
+      violated("attempt " + std::to_string(attempt) + " wrote into block " + std::to_string(block) +
+               " of " + rank.text + ", which is " +
                (found == granted_.end() ? "not granted" : "granted to another attempt"));
     }
   }

@@ -94,9 +94,8 @@ void ConsumerApp::grant(Ticket ticket) {
   for (std::size_t rank = 0; rank < ranks().size(); ++rank) {
     load.open_ranks.insert(rank);
     load.before.push_back(ranks()[rank]->memory);
-    world_.each_checker([&](Checker& c) {
-      c.on_granted(ranks()[rank]->name, ticket, load.attempt, load.blocks);
-    });
+    world_.each_checker(
+        [&](Checker& c) { c.on_granted(ranks()[rank]->name, ticket, load.attempt, load.blocks); });
   }
   const bool aborts = random.chance(world_.settings().abort_per_mille);
   for (std::size_t rank = 0; rank < ranks().size(); ++rank) {
@@ -221,8 +220,8 @@ void ConsumerApp::on_connected(std::size_t rank, const ConnectResult& result) {
   if (result.id != connect_id_) {
     return;
   }
-  world_.log(name() + "." + std::to_string(rank) + " connect: " +
-             (result.status.is_ok() ? "ok" : result.status.message()));
+  world_.log(name() + "." + std::to_string(rank) +
+             " connect: " + (result.status.is_ok() ? "ok" : result.status.message()));
   connect_failed_ = connect_failed_ || !result.status.is_ok();
   connecting_.erase(rank);
   connected_ = connecting_.empty() && !connect_failed_;

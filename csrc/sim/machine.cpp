@@ -169,11 +169,10 @@ void Machine::tick(std::size_t rank) {
     on_event(rank, event);
   }
   Random& random = world_.random();
-  const DurationNs pause = activity == Activity::kBusy
-                               ? random.between(50 * kMicrosecond, 600 * kMicrosecond)
-                           : activity == Activity::kWaiting
-                               ? random.between(300 * kMicrosecond, 3 * kMillisecond)
-                               : random.between(kMillisecond, 6 * kMillisecond);
+  const DurationNs pause =
+      activity == Activity::kBusy      ? random.between(50 * kMicrosecond, 600 * kMicrosecond)
+      : activity == Activity::kWaiting ? random.between(300 * kMicrosecond, 3 * kMillisecond)
+                                       : random.between(kMillisecond, 6 * kMillisecond);
   later(pause, [this, rank] { tick(rank); });
 }
 

@@ -40,8 +40,8 @@ class SimFence final : public DeviceFence {
 
 // One rank: its memory is layers x blocks x heads x tokens, one word each.
 struct Rank {
-  Rank(World& world, std::string agent, std::string label, std::uint32_t index,
-       std::uint32_t ranks, std::uint32_t block_tokens, const std::string& engine_id);
+  Rank(World& world, std::string agent, std::string label, std::uint32_t index, std::uint32_t ranks,
+       std::uint32_t block_tokens, const std::string& engine_id);
 
   std::uint64_t& word(std::uint32_t layer, BlockId block, std::uint32_t head, std::uint32_t token);
   BlockId block_at(std::uint64_t address) const;

@@ -109,8 +109,8 @@ void ProducerApp::next_chunk(Ticket ticket) {
 void ProducerApp::run_chunk(Ticket ticket, TokenSpan span, const std::vector<DeviceEvent>& events) {
   Prefill& prefill = prefills_.at(ticket);
   fill(prefill.prompt, prefill.blocks, span);
-  const bool well = world_.healed() ||
-                    !world_.random().chance(world_.settings().fence_error_per_mille);
+  const bool well =
+      world_.healed() || !world_.random().chance(world_.settings().fence_error_per_mille);
   for (std::size_t rank = 0; rank < ranks().size(); ++rank) {
     ranks()[rank]->fence.finish(events[rank], well);
   }
@@ -181,8 +181,8 @@ void ProducerApp::on_event(std::size_t rank, EngineEvent& event) {
   if (end == nullptr) {
     return;
   }
-  world_.log("P." + std::to_string(rank) + " offer " + std::to_string(end->ticket) + " ends: " +
-             std::string(reason_name(end->reason)) + " " + end->detail);
+  world_.log("P." + std::to_string(rank) + " offer " + std::to_string(end->ticket) +
+             " ends: " + std::string(reason_name(end->reason)) + " " + end->detail);
   if (const auto found = prefills_.find(end->ticket); found != prefills_.end()) {
     found->second.open_ranks.erase(rank);
     free_if_over(end->ticket);

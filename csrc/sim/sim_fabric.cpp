@@ -157,9 +157,8 @@ void SimFabric::start(HandleId id) {
     begin = end;
   }
   if (!transfer.stuck) {
-    queue_.after(length, [this, id, fails] {
-      end(id, fails ? HandleState::kFailed : HandleState::kDone);
-    });
+    queue_.after(length,
+                 [this, id, fails] { end(id, fails ? HandleState::kFailed : HandleState::kDone); });
   }
 }
 
@@ -202,7 +201,8 @@ void SimFabric::end(HandleId id, HandleState state) {
     return;
   }
   Transfer& transfer = found->second;
-  transfer.state = state == HandleState::kDone && !still_goes(transfer) ? HandleState::kFailed : state;
+  transfer.state =
+      state == HandleState::kDone && !still_goes(transfer) ? HandleState::kFailed : state;
 }
 
 // Ends what is under way between the two, from any sender if `from` is 0.
@@ -221,7 +221,9 @@ void SimTransport::map_memory(std::uint64_t address, std::byte* memory, std::uin
   self().mapped[address] = {length, memory};
 }
 
-const std::string& SimTransport::local_name() const { return self().name; }
+const std::string& SimTransport::local_name() const {
+  return self().name;
+}
 
 Result<Bytes> SimTransport::local_metadata() {
   WireWriter out;
@@ -375,9 +377,9 @@ void SimTransport::release(HandleId handle) {
 }
 
 Transport::Counts SimTransport::counts() const {
-  const auto handles = std::count_if(
-      fabric_.transfers_.begin(), fabric_.transfers_.end(),
-      [this](const auto& entry) { return entry.second.from == life_; });
+  const auto handles =
+      std::count_if(fabric_.transfers_.begin(), fabric_.transfers_.end(),
+                    [this](const auto& entry) { return entry.second.from == life_; });
   return {static_cast<std::uint64_t>(handles), self().peers.size()};
 }
 

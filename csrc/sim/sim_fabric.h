@@ -87,7 +87,7 @@ class SimFabric {
   struct Life {
     std::string name;
     SimTransport* transport = nullptr;
-    std::map<std::uint64_t, Mapping> mapped;      // address space, where it is not the real one
+    std::map<std::uint64_t, Mapping> mapped;  // address space, where it is not the real one
     std::map<std::uint64_t, Mapping> registered;
     std::map<std::string, Connection> peers;
     std::map<LifeId, std::uint64_t> removals;  // how often it has removed each other life

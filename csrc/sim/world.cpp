@@ -14,7 +14,9 @@ constexpr DurationNs kLookAtRest = 10 * kMillisecond;
 constexpr std::uint64_t kProbePrompt = 1'000'003;
 
 // Machines draw from the same numbers as the settings, so each world has its own from its seed.
-Random random_of(std::uint64_t seed) { return Random(seed * 0x2545F4914F6CDD1DU + 1); }
+Random random_of(std::uint64_t seed) {
+  return Random(seed * 0x2545F4914F6CDD1DU + 1);
+}
 
 }  // namespace
 
@@ -29,9 +31,8 @@ World::World(std::uint64_t seed, bool verbose)
                                             settings_.producer_block_tokens);
   producer_->start();
   for (std::uint32_t i = 0; i < settings_.consumers; ++i) {
-    consumers_.push_back(std::make_unique<ConsumerApp>(*this, "D" + std::to_string(i),
-                                                       settings_.consumer_ranks,
-                                                       settings_.consumer_block_tokens));
+    consumers_.push_back(std::make_unique<ConsumerApp>(
+        *this, "D" + std::to_string(i), settings_.consumer_ranks, settings_.consumer_block_tokens));
     consumers_.back()->start();
   }
   stranger_ = fabric_.attach("stranger");
@@ -237,8 +238,8 @@ RunResult World::run() {
   const DurationNs bound = 3 * settings_.engine.peer_timeout + healing_bound(settings_.engine);
   if (run_until_rest(queue_.now() + bound)) {
     // What nobody has noticed yet is noticed, and what is remembered is forgotten.
-    const DurationNs quiet = settings_.engine.producer.grant_ttl * 11 / 10 +
-                             2 * settings_.engine.peer_timeout;
+    const DurationNs quiet =
+        settings_.engine.producer.grant_ttl * 11 / 10 + 2 * settings_.engine.peer_timeout;
     queue_.run_until(queue_.now() + quiet);
     for (std::size_t i = 0; i < consumers_.size(); ++i) {
       send_request(i, "probe" + std::to_string(i), kProbePrompt + i, true);

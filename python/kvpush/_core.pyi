@@ -1,7 +1,7 @@
 """Types of the native module. Hand-written; stubtest compares it with the module itself."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -93,16 +93,16 @@ class Region:
 def validate_region(region: Region, index: int = 0) -> None:
     """Check one region in itself. Raises ValueError naming layer, field and value."""
 
-RegionPair = tuple[int, int, int, int]
+_RegionPair: TypeAlias = tuple[int, int, int, int]
 """(producer region, consumer region, first global head, end of global heads)."""
 
-BlockTable = Sequence[tuple[int, Sequence[int] | npt.NDArray[np.uint32]]]
+_BlockTable: TypeAlias = Sequence[tuple[int, Sequence[int] | npt.NDArray[np.uint32]]]
 """For each KV cache group: (index of the first block listed, block ids). -1 marks a hole."""
 
 def assign_writers(
     producers: Sequence[Sequence[Region]], consumers: Sequence[Sequence[Region]]
-) -> list[list[list[RegionPair]]]:
-    """Which rank writes what: result[producer][consumer]. ValueError if it can't be mapped whole."""
+) -> list[list[list[_RegionPair]]]:
+    """Which rank writes what: result[producer][consumer]. ValueError if it can't be mapped."""
 
 @final
 class CopyPlan:
@@ -127,14 +127,14 @@ class CopyPlanner:
         self,
         local: Sequence[Region],
         remote: Sequence[Region],
-        pairs: Sequence[RegionPair],
+        pairs: Sequence[_RegionPair],
         local_is_producer: bool,
     ) -> None: ...
     def plan(
         self,
         span: tuple[int, int],
-        local_blocks: BlockTable,
-        remote_blocks: BlockTable,
+        local_blocks: _BlockTable,
+        remote_blocks: _BlockTable,
         include_state: bool = True,
     ) -> CopyPlan:
         """Plan [begin, end) token positions. ValueError if a block is missing or out of range."""
@@ -283,7 +283,7 @@ class Engine:
         attempt: int,
         sessions: Sequence[int],
         span: tuple[int, int],
-        blocks: BlockTable,
+        blocks: _BlockTable,
         deadline_s: float,
     ) -> None:
         """Allow these peers to write the tokens of `span` into `blocks` until the grant ends.
@@ -299,7 +299,7 @@ class Engine:
         ticket: int,
         transfer_id: str,
         fingerprint: bytes,
-        new_blocks: BlockTable,
+        new_blocks: _BlockTable,
         watermark: int,
         final: bool,
         device_event: int = 0,
@@ -309,8 +309,10 @@ class Engine:
         `watermark` tokens from the first are in memory once `device_event` has completed. After
         `final` nothing more comes. Ends in one "sent" or "send_failed" event.
         """
-    def withdraw(self, ticket: int, reason: str, transfer_id: str = "", fingerprint: bytes = b"") -> None:
-        """End an offer early ("producer_aborted", "producer_short", "bad_request"). Consumers are told.
+    def withdraw(
+        self, ticket: int, reason: str, transfer_id: str = "", fingerprint: bytes = b""
+    ) -> None:
+        """End an offer early, for one of csrc/status.h's reasons. Consumers are told.
 
         With a key and a ticket never offered, tells consumers that this transfer will not come; no
         event follows then.
@@ -326,4 +328,4 @@ class Engine:
         messages_received, messages_dropped, peers_lost.
         """
     def shutdown(self, drain_s: float) -> None:
-        """Stop: no new work, wait up to `drain_s` for handles to end, tell the peers, join. Idempotent."""
+        """Stop: wait up to `drain_s` for handles to end, tell the peers, join. Idempotent."""

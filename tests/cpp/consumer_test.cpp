@@ -17,8 +17,8 @@ constexpr Session kQ = 8;
 
 class ConsumerScript : public ::testing::Test {
  protected:
-  void grant(Ticket ticket, Attempt attempt, std::vector<Session> writers,
-             TokenSpan span = {0, 32}, TimeNs deadline = 100 * kSecond) {
+  void grant(Ticket ticket, Attempt attempt, std::vector<Session> writers, TokenSpan span = {0, 32},
+             TimeNs deadline = 100 * kSecond) {
     GrantCommand command;
     command.ticket = ticket;
     command.attempt = attempt;
@@ -212,10 +212,10 @@ TEST_F(ConsumerScript, UnaskedRevokedSaysThatTheProducerKnowsNothing) {
 TEST_F(ConsumerScript, MessagesThatFitNothingHaveNoEffect) {
   grant(1, 100, {kP});
   take(out);
-  EXPECT_FALSE(accepted(kQ, 100));             // not a writer of it
-  EXPECT_FALSE(accepted(kP, 101));             // no such attempt
+  EXPECT_FALSE(accepted(kQ, 100));  // not a writer of it
+  EXPECT_FALSE(accepted(kP, 101));  // no such attempt
   EXPECT_FALSE(written(kQ, 100, {0, 32}));
-  EXPECT_FALSE(written(kP, 100, {0, 33}));     // outside of the grant
+  EXPECT_FALSE(written(kP, 100, {0, 33}));  // outside of the grant
   EXPECT_TRUE(written(kP, 100, {0, 32}, 0, 2));
   EXPECT_FALSE(written(kP, 100, {0, 32}, 1, 3));  // contradicts itself
   EXPECT_FALSE(failed(kQ, 100));

@@ -232,6 +232,27 @@ TEST(CopyPlan, LayersInsideABlockMergeWithThemselvesAndWithTheNextBlock) {
   EXPECT_EQ(plan.bytes, 16 * content);
 }
 
+TEST(CopyPlan, LayersJoinOnlyAsFarAsTheyAreEquallyFarOnBothSides) {
+  Rank producer = make_rank(kProducerBase, 3, {});
+  Rank consumer = make_rank(kConsumerBase, 3, {});
+  const std::uint64_t content = producer[0].block_stride;
+  const std::uint64_t straight[] = {0, 1, 2};
+  const std::uint64_t gap[] = {0, 1, 3};
+  for (const bool gap_at_producer : {false, true}) {
+    for (std::size_t i = 0; i < 3; ++i) {
+      producer[i].base = kProducerBase + (gap_at_producer ? gap : straight)[i] * content;
+      consumer[i].base = kConsumerBase + (gap_at_producer ? straight : gap)[i] * content;
+      producer[i].block_stride = consumer[i].block_stride = 4 * content;
+    }
+    const CopyPlan plan = plan_of(producer, consumer, {0, 16}, table({0}), table({0}));
+    ASSERT_EQ(plan.runs.size(), 2U);
+    const CopyRun two{producer[0].base, consumer[0].base, 2 * content};
+    const CopyRun one{producer[2].base, consumer[2].base, content};
+    EXPECT_EQ(std::count(plan.runs.begin(), plan.runs.end(), two), 1);
+    EXPECT_EQ(std::count(plan.runs.begin(), plan.runs.end(), one), 1);
+  }
+}
+
 TEST(CopyPlan, KeysAndValuesInHalvesMakeTwoRuns) {
   auto [producer, consumer] = one_layer();
   for (Rank* rank : {&producer, &consumer}) {

@@ -155,10 +155,10 @@ Bytes grant_with(std::vector<std::uint8_t> tail) {
 TEST(Message, LyingCountsAreRefused) {
   EXPECT_TRUE(parse_message(grant_with({0})).is_ok());
   EXPECT_TRUE(parse_message(grant_with({1, 0, 1, 1 << 2, 0})).is_ok());
-  EXPECT_FALSE(parse_message(grant_with({65})).is_ok());                     // groups
-  EXPECT_FALSE(parse_message(grant_with({1, 0, 0xFF, 0xFF, 0x7F})).is_ok());  // ids, none there
-  EXPECT_FALSE(parse_message(grant_with({1, 0, 1, 2 << 2, 0})).is_ok());     // a run too long
-  EXPECT_FALSE(parse_message(grant_with({1, 0, 1, 0, 0})).is_ok());          // an empty run
+  EXPECT_FALSE(parse_message(grant_with({65})).is_ok());                        // groups
+  EXPECT_FALSE(parse_message(grant_with({1, 0, 0xFF, 0xFF, 0x7F})).is_ok());    // ids, none there
+  EXPECT_FALSE(parse_message(grant_with({1, 0, 1, 2 << 2, 0})).is_ok());        // a run too long
+  EXPECT_FALSE(parse_message(grant_with({1, 0, 1, 0, 0})).is_ok());             // an empty run
   EXPECT_FALSE(parse_message(grant_with({1, 0, 1, (1 << 2) | 3, 0})).is_ok());  // no such step
   EXPECT_FALSE(parse_message(grant_with({1, 0, 1, 1 << 2, 1})).is_ok());        // id -1
   EXPECT_FALSE(parse_message(grant_with({1, 0, 2, (2 << 2) | 1, 0})).is_ok());  // 0, then -1

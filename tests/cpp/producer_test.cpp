@@ -319,8 +319,7 @@ TEST_F(ProducerScript, SecondOfferOfALiveKeyIsRefusedAndHarmsNothing) {
   EXPECT_EQ(take(out), Lines{});
   grant(kD, 100);
   posted(1);
-  EXPECT_EQ(take(out),
-            (Lines{"to 7: ACCEPTED 100", "post 1 to 7 [0,32) last", "offer 1 done"}));
+  EXPECT_EQ(take(out), (Lines{"to 7: ACCEPTED 100", "post 1 to 7 [0,32) last", "offer 1 done"}));
 }
 
 TEST_F(ProducerScript, PrefillGivenUpFailsWaitingGrantsNowAndLaterOnesSoon) {

@@ -8,7 +8,7 @@ engines have to be at rest: free blocks back at the start, every table empty.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,13 @@ PAIRS = ("default_pair", "small_pair")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that share a pair next to each other; leave all other tests where they are."""
 
-    def order(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> tuple[int, str]:
         names = getattr(item, "fixturenames", ())
-        return next((1 + place for place, pair in enumerate(PAIRS) if pair in names), 0)
+        place = next((1 + place for place, pair in enumerate(PAIRS) if pair in names), 0)
+        callspec = getattr(item, "callspec", None)
+        # A parameter that says which engines to start.
+        case = callspec.params.get("running") if callspec is not None else None
+        return place, getattr(case, "name", "")
 
     items.sort(key=order)
 
@@ -63,12 +67,13 @@ class Fleet:
         self._started = 0
         self._pair: Pair | None = None
 
-    def pair(self, name: str, spec: PairSpec) -> Pair:
+    def pair(self, name: str, start: PairSpec | Callable[[Path], Pair]) -> Pair:
         broken = self._pair is None or not all(engine.alive() for engine in self._pair.engines)
         if self._pair is None or broken or self._name != name:
             self.stop()
             self._started += 1
-            self._pair = Pair.start(spec, self._logs / f"{self._started}-{name}")
+            logs = self._logs / f"{self._started}-{name}"
+            self._pair = start(logs) if callable(start) else Pair.start(start, logs)
             self._name = name
         return self._pair
 

@@ -24,7 +24,7 @@ from bench.harness.tiny_model import ModelSpec, make_model
 from bench.harness.workload import mixed, tokens
 
 # Two tensor-parallel ranks that share a busy core take long over their first prefill.
-_CONNECTOR = KVPUSH.with_extra(receive_deadline_s=90, offer_ttl_s=90, grant_ttl_s=135)
+_CONNECTOR = KVPUSH.with_extra(receive_deadline_s=110, offer_ttl_s=110, grant_ttl_s=165)
 
 _COMMON: Mapping[str, Any] = {"num_blocks": 512, "max_model_len": 2048}
 
@@ -66,9 +66,15 @@ class Case:
 
 WINDOW = 80
 
+WINDOWED = Case("window", tiny_model.gemma3(window=WINDOW), {"max_num_batched_tokens": 128})
 CORE = [
-    Case("tp-2-block-32-with-tp-1-block-64", tiny_model.qwen3(), {"tensor_parallel": 2}, {"block_size": 64}),
-    Case("window", tiny_model.gemma3(window=WINDOW), {"max_num_batched_tokens": 128}),
+    Case(
+        "tp-2-block-32-with-tp-1-block-64",
+        tiny_model.qwen3(),
+        {"tensor_parallel": 2},
+        {"block_size": 64},
+    ),
+    WINDOWED,
 ]
 SOAK = [
     Case("one-head-on-tp-2", tiny_model.qwen3(kv_heads=1), {"tensor_parallel": 2}),
@@ -78,37 +84,36 @@ SOAK = [
 ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*CORE, *(pytest.param(case, marks=pytest.mark.soak) for case in SOAK)],
-    ids=lambda case: case.name,
-)
-def running(request, fleet, server_logs) -> Iterator[tuple[Case, Pair]]:
+def over(cases: Sequence[Case], soak: Sequence[Case] = ()) -> pytest.MarkDecorator:
+    """Run a test over these cases; tests that share one run one after the other, on its engines."""
+    params = [pytest.param(case, id=case.name) for case in cases]
+    params += [pytest.param(case, id=case.name, marks=pytest.mark.soak) for case in soak]
+    return pytest.mark.parametrize("running", params, indirect=True)
+
+
+@pytest.fixture
+def running(request, fleet) -> Pair:
     """The engines of one case."""
     case: Case = request.param
-    fleet.stop()
-    pair = case.start(server_logs / case.name)
-    try:
-        yield case, pair
-    finally:
-        pair.stop()
+    pair: Pair = fleet.pair(case.name, case.start)
+    return pair
 
 
 @pytest.fixture(params=["there", "back"])
-def ends(request, running) -> Iterator[tuple[Case, Pair]]:
-    """The case, with the engines as producer and consumer in one order or the other."""
-    case, pair = running
+def ends(request, running) -> Iterator[Pair]:
+    """The engines of a case as producer and consumer in one order or the other."""
+    pair = running
     first, second = sorted(pair.engines, key=lambda engine: engine.name)
     producer, consumer = (first, second) if request.param == "there" else (second, first)
     pair.producers, pair.consumers = [producer], [consumer]
-    yield case, pair
+    yield pair
     for engine in pair.engines:
         assert engine.alive(), f"{engine.name} died{engine.tail()}"
     pair.wait_at_rest()
 
 
 async def _alone(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
-    """What the engine answers without any transfer, and without what transfers left in its cache."""
+    """What the engine answers with no transfer, and without what one left in its cache."""
     salted = [replace(request, extra={"cache_salt": "alone"}) for request in requests]
     async with Client() as client:
         return await client.complete_all(engine.url, salted, at_once=16)
@@ -121,6 +126,8 @@ def require_equal_after_transfer(pair: Pair, requests: Sequence[Request]) -> Non
     before = pair.counters([consumer])
     written = pair.counters([producer])["bytes_written"]
     expected = asyncio.run(_alone(consumer, requests))
+    answers = {tuple(answer.token_ids) for answer in expected}
+    assert len(answers) == len(requests), "a model whose answers say nothing of its prompts"
     got = asyncio.run(pair.send_all(requests, at_once=8))
     require_equal(requests, expected, got)
     pair.wait_at_rest()
@@ -132,28 +139,27 @@ def require_equal_after_transfer(pair: Pair, requests: Sequence[Request]) -> Non
     assert pair.counters([producer])["bytes_written"] > written
 
 
+@over(CORE, SOAK)
 def test_tokens_are_those_of_one_engine(ends, request):
-    case, pair = ends
+    pair = ends
     # Each direction has prompts of its own: nothing may be in a cache from the other's.
     seed = 21 + sum(map(ord, request.node.callspec.id))
     require_equal_after_transfer(pair, mixed(16, longest=1200, sharing=0.0, seed=seed))
 
 
+@over([WINDOWED])
 def test_every_length_around_a_window_and_its_blocks(ends, request):
     """The decode engine needs one token of the window more than a prefill of the whole keeps."""
-    case, pair = ends
-    if case.name != "window":
-        pytest.skip("no sliding window in this model")
+    pair = ends
     base = 1000 * (1 + sum(map(ord, request.node.callspec.id)))
     lengths = [*range(2, 6), *range(WINDOW - 2, WINDOW + 3), *range(165, 200), *range(330, 340)]
     requests = [Request(tokens(length, seed=base + length), 12) for length in lengths]
     require_equal_after_transfer(pair, requests)
 
 
+@over(CORE)
 def test_a_prefix_in_the_decode_engine_is_not_sent_again(ends, request):
-    case, pair = ends
-    if "prefix_caching" in case.first:
-        pytest.skip("no prefix cache in this case")
+    pair = ends
     base = 77 + sum(map(ord, request.node.callspec.id))
     prompt = tokens(640, seed=base)
     first = [Request(prompt[:400], 8)]

@@ -22,6 +22,8 @@ __all__ = ["Rank", "main"]
 _FINGERPRINT = b"kvpush self-test"
 _NAP_S = 20e-6
 """Between two looks for an event: well below what is measured, and no full core."""
+_NAP_SHARE = 0.02
+"""Of the time waited so far: a long transfer is not slowed down by somebody who keeps asking."""
 _DRAIN_S = 5.0
 _CHUNK_BYTES = 1 << 16
 
@@ -151,8 +153,9 @@ class Rank:
         return {name: getattr(event, name) for name in names}
 
     def _await(self, ticket: int, kind: str, limit_s: float) -> _core.Event:
-        until = time.monotonic() + 2 * limit_s  # the engine gives up first and says why
-        while time.monotonic() < until:
+        begin = time.monotonic()
+        waited_s = 0.0
+        while waited_s < 2 * limit_s:  # the engine gives up first and says why
             for event in self._running().poll():
                 if event.ticket == ticket and event.kind == kind:
                     return event
@@ -160,7 +163,8 @@ class Rank:
                     f"expected '{kind}' of {ticket}, got '{event.kind}' of {event.ticket}: "
                     f"{event.reason}: {event.detail}"
                 )
-            time.sleep(_NAP_S)
+            waited_s = time.monotonic() - begin
+            time.sleep(max(_NAP_S, waited_s * _NAP_SHARE))
         raise TimeoutError(f"no '{kind}' of transfer {ticket} within {limit_s:g} s")
 
     # --- bytes ---

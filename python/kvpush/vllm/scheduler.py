@@ -108,8 +108,8 @@ class SchedulerSide:
         self._producing: Counter[_Key] = Counter()
         self._held: dict[str, _Key] = {}
         self._held_keys: set[_Key] = set()
-        # The decode leg computes the prompt's last token again. Where a cache forgets (a state is one
-        # token further, a window has left its first block), the prefill must stop before it.
+        # The decode leg computes the prompt's last token again. Where a cache forgets (a state is
+        # one token further, a window has left its first block), the prefill must stop before it.
         self._stops_short = any(shape.state or shape.window for shape in facts.groups)
         self._no_blocks: Blocks = tuple((0, []) for _ in facts.groups)
         self._orders = StepOrders()

@@ -180,9 +180,11 @@ class WorkerSide:
         if receive.granted:
             self._engine.revoke(receive.ticket)
         elif self._endpoints.withdraw(receive.address, receive):
-            # No peer was ever told of these blocks.
+            # No peer was ever told of these blocks: they are free. But the prefill may be holding
+            # its own for this request, and must hear that nothing is needed.
             self._forget(receive)
             self._early.append((request_id, ""))
+            self._receive(_nothing_needed(receive.grant))
 
     # --- meeting peers ----------------------------------------------------------------------
 
@@ -337,6 +339,16 @@ class WorkerSide:
         with self._lock:
             self._closed = True
         self._engine.shutdown(self._facts.drain_s)
+
+
+def _nothing_needed(grant: Grant) -> Grant:
+    return msgspec.structs.replace(
+        grant,
+        begin_token=0,
+        end_token=0,
+        blocks=tuple((0, []) for _ in grant.blocks),
+        reports=False,
+    )
 
 
 def _round_up(tokens: int, step: int) -> int:

@@ -253,8 +253,8 @@ def layouts(draw: st.DrawFn, *, plain: bool) -> Layout:
         pages=pages,
         order=order,
         padding=padding,
-        joined=draw(st.booleans()),
-        slots=draw(st.sampled_from(["straight", "straight", "straight", "gap", "reversed"])),
+        joined=draw(st.sampled_from([True, True, False])),
+        slots=draw(st.sampled_from(["straight", "straight", "gap", "reversed"])),
         packed=draw(st.booleans()),
         spare_blocks=draw(st.integers(0, 3)),
         device=draw(st.sampled_from([False, False, True])),
@@ -286,7 +286,7 @@ def models(draw: st.DrawFn) -> list[Layer]:
         heads = 1 if kind != "attention" else draw(st.sampled_from([1, 2, 2, 4, 6]))
         components = draw(st.sampled_from([1, 2, 2])) if kind == "attention" else 1
         groups.append((kind, group, heads, components, draw(st.integers(1, 5))))
-    count = draw(st.integers(len(groups), 6))
+    count = draw(st.integers(len(groups), 7))
     return [Layer(f"layer.{i}", *groups[i % len(groups)]) for i in range(count)]
 
 

@@ -13,6 +13,7 @@ interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 layouts = pytest.importorskip("vllm.v1.kv_cache_layout")
 
 from kvpush._core import CopyPlanner, Region, assign_writers, validate_region  # noqa: E402
+from kvpush.config import load_config  # noqa: E402
 from kvpush.errors import UnsupportedError  # noqa: E402
 from kvpush.vllm.checks import check_supported  # noqa: E402
 from kvpush.vllm.factory import make_scheduler_facts  # noqa: E402
@@ -134,16 +135,12 @@ def test_groups_are_known_by_their_specifications() -> None:
         kv_cache_groups=[SimpleNamespace(layer_names=[], kv_cache_spec=spec) for spec in specs]
     )
     vllm_config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id="e", is_kv_producer=True, is_kv_consumer=True
-        ),
+        kv_transfer_config=SimpleNamespace(engine_id="e", is_kv_producer=True, is_kv_consumer=True),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0
         ),
     )
-    facts = make_scheduler_facts(
-        vllm_config, config, SimpleNamespace(receive_deadline_s=1.0), "push"
-    )
+    facts = make_scheduler_facts(vllm_config, config, load_config({}), "push")
     kinds = [(group.window, group.state) for group in facts.groups]
     assert kinds == [(False, False)] * 2 + [(True, False)] * 2 + [(False, True)]
 

@@ -1,0 +1,310 @@
+// Engines with each other, over a fabric without faults: what the parts make together.
+#include "engine.h"
+
+#include <gtest/gtest.h>
+
+#include "support/script.h"
+#include "support/world.h"
+
+namespace kvpush {
+namespace {
+
+using script::key_of;
+
+class EngineTest : public EngineWorld {
+ protected:
+  TestRank& p = add("P", 10);
+  TestRank& d = add("D", 20);
+
+  void expect_end(TestRank& rank, Ticket ticket, End end, Reason reason = Reason::kNone) {
+    const auto ends = rank.take<EndAction>();
+    ASSERT_EQ(ends.size(), 1U);
+    EXPECT_EQ(ends[0].ticket, ticket);
+    EXPECT_EQ(ends[0].end, end) << reason_name(ends[0].reason) << ": " << ends[0].detail;
+    EXPECT_EQ(ends[0].reason, reason) << reason_name(ends[0].reason) << ": " << ends[0].detail;
+  }
+};
+
+TEST_F(EngineTest, KvGoesFromOfferToGrant) {
+  meet(d, p);
+  p.fill_block(1, 10);
+  p.fill_block(2, 20);
+  d.fill_block(7, 99);
+  d.grant(5, 100, key_of("r"), {4, 3}, {10});
+  pass(10 * kMillisecond);
+  p.offer(6, key_of("r"), {1, 2});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kDone);
+  expect_end(p, 6, End::kDone);
+  EXPECT_TRUE(d.block_is(4, 10));
+  EXPECT_TRUE(d.block_is(3, 20));
+  EXPECT_TRUE(d.block_is(7, 99));
+  expect_at_rest(p);
+  expect_at_rest(d);
+}
+
+TEST_F(EngineTest, RoundsThatFollowEachOtherReuseThePeer) {
+  meet(d, p);
+  for (Ticket round = 1; round <= 20; ++round) {
+    const TransferKey key = key_of("r" + std::to_string(round));
+    p.offer(round, key, {1});
+    d.grant(round, round, key, {2}, {10});
+    pass(10 * kMillisecond);
+    expect_end(d, round, End::kDone);
+    expect_end(p, round, End::kDone);
+  }
+  EXPECT_EQ(p.engine->counters().peers, 1U);
+}
+
+TEST_F(EngineTest, PeersThatDifferAreRefusedByName) {
+  TestRank& other = add("other", 30, {}, "another-model");
+  ConnectCommand command;  // as if the side channel had not compared
+  command.id = 3;
+  command.targets = {{p.info, {{0, 0, 0, 4}}, 1}};
+  command.deadline = queue.now() + 10 * kSecond;
+  other.engine->handle(std::move(command));
+  pass(10 * kMillisecond);
+  const auto results = other.take<ConnectResult>();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_FALSE(results[0].timed_out);
+  EXPECT_NE(results[0].status.message().find("another-model"), std::string::npos)
+      << results[0].status.message();
+}
+
+TEST_F(EngineTest, ConnectToNobodyTimesOutAndOthersAreNotDelayed) {
+  TestRank& dead = add("dead", 40);
+  d.connect(7, {dead.info}, 3 * kSecond);
+  d.connect(8, {p.info});
+  pass(10 * kMillisecond, &dead);
+  auto results = d.take<ConnectResult>();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].id, 8U);
+  EXPECT_TRUE(results[0].status.is_ok());
+  pass(3 * kSecond, &dead);
+  results = d.take<ConnectResult>();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_TRUE(results[0].timed_out);
+}
+
+TEST_F(EngineTest, ConnectWhoseHelloCannotBeSentFailsAtOnce) {
+  sim::FabricFaults faults;
+  faults.invalidate_per_mille = 1'000;
+  sim::SimFabric broken(queue, sim::Random(2), faults);
+  TestRank a(queue, broken, "a", 50);
+  TestRank b(queue, broken, "b", 60);
+  a.connect(9, {b.info});
+  a.tick();
+  const auto results = a.take<ConnectResult>();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_FALSE(results[0].status.is_ok());
+  EXPECT_EQ(a.transport->counts().peers, 0U);
+}
+
+TEST_F(EngineTest, GrantToAStrangerFailsAtOnce) {
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  d.tick();
+  expect_end(d, 5, End::kFailed, Reason::kPeerLost);
+}
+
+TEST_F(EngineTest, ProducerThatStopsIsFencedBeforeBlocksGoBack) {
+  meet(d, p);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(5 * kSecond);  // keepalives keep it
+  EXPECT_TRUE(d.take<PeerLostEvent>().empty());
+  pass(9 * kSecond, &p);
+  EXPECT_TRUE(d.take<PeerLostEvent>().empty());
+  pass(2 * kSecond, &p);
+  EXPECT_EQ(d.take<PeerLostEvent>().size(), 1U);
+  pass(10 * kSecond, &p);
+  EXPECT_TRUE(d.take<EndAction>().empty());  // it may still write
+  pass(3 * kSecond, &p);
+  expect_end(d, 5, End::kFailed, Reason::kPeerLost);
+}
+
+TEST_F(EngineTest, ProducerThatWasStoppedDoesNotTrustWhatLayUnread) {
+  meet(d, p);
+  pass(kSecond);
+  p.offer(6, key_of("r"), {1});
+  d.fill_block(4, 50);
+  d.grant(5, 100, key_of("r"), {4}, {10}, 5 * kSecond);
+  pass(30 * kSecond, &p);  // the GRANT lies unread; D gives up
+  expect_end(d, 5, End::kFailed, Reason::kDeadline);
+  pass(30 * kSecond);
+  EXPECT_TRUE(d.block_is(4, 50));
+  EXPECT_EQ(p.engine->counters().writes_posted, 0U);
+  expect_at_rest(d);
+}
+
+TEST_F(EngineTest, PeersMeetAgainAfterAStop) {
+  meet(d, p);
+  pass(30 * kSecond, &p);
+  pass(kSecond);
+  meet(d, p);
+  p.fill_block(1, 10);
+  p.offer(6, key_of("r"), {1});
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kDone);
+  EXPECT_TRUE(d.block_is(4, 10));
+}
+
+TEST_F(EngineTest, MeetingAnewEndsWhatTheOldMeetingHadBegun) {
+  meet(d, p);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().served_live, 1U);
+  // D, in a new life of its engine's peer table, knows P no more: a HELLO with a higher count.
+  Message again{20, HelloMessage{10, encode_peer_info(d.info), {{0, 0, 0, 4}}, 1}};
+  again.meeting = 9;
+  ASSERT_TRUE(d.transport->notify("P", encode_message(again)).is_ok());
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().served_live, 0U);
+  EXPECT_EQ(p.take<PeerLostEvent>().size(), 1U);
+}
+
+TEST_F(EngineTest, GrantOfAMeetingThatIsOverIsRefusedAndThePeersMeetAgain) {
+  meet(d, p);
+  // P loses D alone: by a GOODBYE that D did not mean.
+  ASSERT_TRUE(d.transport->notify("P", encode_message(Message{20, GoodbyeMessage{}})).is_ok());
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().peers, 0U);
+  p.connect(1, {d.info});  // now D is P's producer, but P is not D's any more
+  pass(10 * kMillisecond);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(20 * kMillisecond);
+  EXPECT_EQ(d.take<PeerLostEvent>().size(), 1U);
+}
+
+TEST_F(EngineTest, GoodbyeNeedsNoFence) {
+  meet(d, p);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  p.engine->handle(ShutdownCommand{});
+  pass(10 * kMillisecond);
+  EXPECT_TRUE(p.engine->drained());
+  expect_end(d, 5, End::kFailed, Reason::kShutdown);
+  p.engine->say_goodbye();
+  pass(10 * kMillisecond);
+  EXPECT_EQ(d.take<PeerLostEvent>().size(), 1U);
+}
+
+TEST_F(EngineTest, ShutdownRefusesWhatComesLaterAndReportsEachEndOnce) {
+  meet(d, p);
+  FencedOfferCommand chunk;
+  chunk.offer.ticket = 6;
+  chunk.offer.key = key_of("r");
+  p.engine->handle(chunk);
+  p.engine->handle(ShutdownCommand{});
+  p.engine->handle(chunk);
+  chunk.offer.final = true;
+  p.engine->handle(chunk);
+  pass(10 * kMillisecond);
+  expect_end(p, 6, End::kFailed, Reason::kShutdown);
+  d.engine->handle(ShutdownCommand{});
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  d.connect(2, {p.info});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kFailed, Reason::kShutdown);
+  EXPECT_FALSE(d.take<ConnectResult>().at(0).status.is_ok());
+}
+
+TEST_F(EngineTest, HelloRepeatedChangesNothing) {
+  meet(d, p);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  Message hello{20, HelloMessage{10, encode_peer_info(d.info), {{0, 0, 0, 4}}, 1}};
+  hello.meeting = 1;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(d.transport->notify("P", encode_message(hello)).is_ok());
+  }
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().peers, 1U);
+  EXPECT_EQ(p.engine->counters().served_live, 1U);
+}
+
+TEST_F(EngineTest, StrangersAreCountedAndDropped) {
+  meet(d, p);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  const auto stranger = fabric.attach("stranger");
+  ASSERT_TRUE(stranger->add_peer(p.info.transport_metadata).is_ok());
+  ASSERT_TRUE(stranger->add_peer(d.info.transport_metadata).is_ok());
+  const std::uint64_t dropped = p.engine->counters().messages_dropped;
+  std::uint64_t sent = 0;
+  const auto say = [&](const char* to, const Message& message) {
+    ASSERT_TRUE(stranger->notify(to, encode_message(message)).is_ok());
+    sent += to[0] == 'P' ? 1 : 0;
+  };
+  say("P", {20, RevokeMessage{100}});  // D's session, not D's name
+  say("P", {20, GoodbyeMessage{}});
+  say("P", {77, KeepaliveMessage{}});
+  Message hello{20, HelloMessage{10, encode_peer_info(d.info), {{0, 0, 0, 4}}, 1}};
+  hello.meeting = 50;
+  say("P", hello);
+  hello.from = 77;  // D's metadata under another session
+  PeerInfo stolen = d.info;
+  stolen.session = 77;
+  std::get<HelloMessage>(hello.body).peer_info = encode_peer_info(stolen);
+  say("P", hello);
+  say("D", {10, WrittenMessage{100, {0, 4}, 0, 1}});
+  ASSERT_TRUE(stranger->notify("P", Bytes(100, std::byte{7})).is_ok());
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().messages_dropped, dropped + sent + 1);
+  EXPECT_EQ(p.engine->counters().served_live, 1U);
+  EXPECT_TRUE(d.take<EndAction>().empty());
+  p.offer(6, key_of("r"), {1});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kDone);
+}
+
+TEST_F(EngineTest, RestartUnderTheSameNameReplacesTheOldSession) {
+  meet(d, p);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  TestRank& again = add("P", 11);
+  d.connect(2, {again.info});
+  pass(20 * kMillisecond, &p);
+  const auto results = d.take<ConnectResult>();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_TRUE(results[0].status.is_ok()) << results[0].status.message();
+  EXPECT_EQ(d.take<PeerLostEvent>().size(), 1U);
+  pass(15 * kSecond, &p);  // past the old session's time-out
+  expect_end(d, 5, End::kFailed, Reason::kPeerLost);
+  again.offer(1, key_of("s"), {1});
+  d.grant(6, 101, key_of("s"), {4}, {11});
+  pass(10 * kMillisecond, &p);
+  expect_end(d, 6, End::kDone);
+}
+
+TEST_F(EngineTest, BadBlockIdsFailThatRequestAlone) {
+  meet(d, p);
+  p.offer(6, key_of("r"), {1});
+  d.grant(5, 100, key_of("r"), {4'000}, {10});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kFailed, Reason::kBadRequest);
+  expect_end(p, 6, End::kFailed, Reason::kBadRequest);
+  p.offer(7, key_of("s"), {1});
+  d.grant(8, 101, key_of("s"), {4}, {10});
+  pass(10 * kMillisecond);
+  expect_end(d, 8, End::kDone);
+}
+
+TEST_F(EngineTest, TwoConsumersAndOneProducer) {
+  TestRank& e = add("E", 30);
+  meet(d, p);
+  meet(e, p);
+  p.fill_block(1, 10);
+  p.fill_block(2, 20);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  e.grant(5, 200, key_of("s"), {4}, {10});
+  p.offer(6, key_of("s"), {2});
+  p.offer(7, key_of("r"), {1});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kDone);
+  expect_end(e, 5, End::kDone);
+  EXPECT_TRUE(d.block_is(4, 10));
+  EXPECT_TRUE(e.block_is(4, 20));
+}
+
+}  // namespace
+}  // namespace kvpush

@@ -1,0 +1,164 @@
+// Engines over a fabric without faults, driven by hand: what the engine's tests stand on.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "engine.h"
+#include "peering.h"
+#include "sim/sim_fabric.h"
+#include "support/tiny_regions.h"
+
+namespace kvpush {
+
+// One engine with memory of its own: two layers, four heads, eight blocks.
+class TestRank {
+ public:
+  static constexpr std::uint32_t kBlocks = 8;
+  static constexpr std::uint32_t kHeads = 4;
+
+  TestRank(sim::EventQueue& queue, sim::SimFabric& fabric, std::string name, Session session,
+           EngineConfig config = {}, std::string model = "tiny")
+      : memory(2 * kBlocks * tiny_block_bytes(kHeads)),
+        clock(queue, 0, 0),
+        transport(fabric.attach(name)) {
+    const auto base = reinterpret_cast<std::uint64_t>(memory.data());
+    const MemoryRange range{base, memory.size(), MemoryKind::kHost, 0};
+    EXPECT_TRUE(transport->register_memory({&range, 1}).is_ok());
+    info.session = session;
+    info.engine_id = std::move(name);
+    info.facts = {{"model", std::move(model)}};
+    info.regions = tiny_regions(base, kBlocks, 0, kHeads, kHeads);
+    info.transport_metadata = transport->local_metadata().value();
+    fence = make_host_fence();
+    engine = std::make_unique<Engine>(*transport, clock, *fence, config, info);
+  }
+
+  void tick() {
+    engine->tick();
+    engine->take_events(events);
+  }
+  std::byte* block(int layer, BlockId id) {
+    const std::size_t bytes = tiny_block_bytes(kHeads);
+    return memory.data() + (static_cast<std::size_t>(layer) * kBlocks + id) * bytes;
+  }
+  void fill_block(BlockId id, int value) {
+    for (int layer = 0; layer < 2; ++layer) {
+      std::fill_n(block(layer, id), tiny_block_bytes(kHeads),
+                  static_cast<std::byte>(value + layer));
+    }
+  }
+  bool block_is(BlockId id, int value) {
+    for (int layer = 0; layer < 2; ++layer) {
+      const std::byte* begin = block(layer, id);
+      if (!std::all_of(begin, begin + tiny_block_bytes(kHeads), [&](std::byte byte) {
+            return byte == static_cast<std::byte>(value + layer);
+          })) {
+        return false;
+      }
+    }
+    return true;
+  }
+  void offer(Ticket ticket, const TransferKey& key, std::vector<BlockId> ids) {
+    FencedOfferCommand command;
+    command.offer.ticket = ticket;
+    command.offer.key = key;
+    command.offer.watermark = static_cast<std::uint32_t>(ids.size()) * kTinyTokensPerBlock;
+    command.offer.new_blocks = {GroupBlocks{0, std::move(ids)}};
+    command.offer.final = true;
+    engine->handle(std::move(command));
+  }
+  void grant(Ticket ticket, Attempt attempt, const TransferKey& key, std::vector<BlockId> ids,
+             std::vector<Session> writers, DurationNs wait = 60 * kSecond) {
+    GrantCommand command;
+    command.ticket = ticket;
+    command.attempt = attempt;
+    command.key = key;
+    command.span = {0, static_cast<std::uint32_t>(ids.size()) * kTinyTokensPerBlock};
+    command.blocks = {GroupBlocks{0, std::move(ids)}};
+    command.writers = std::move(writers);
+    command.deadline = clock.now() + wait;
+    engine->handle(std::move(command));
+  }
+  void connect(std::uint64_t id, const std::vector<PeerInfo>& producers,
+               DurationNs wait = 10 * kSecond) {
+    ConnectCommand command;
+    command.id = id;
+    const auto targets = find_targets(producers, std::vector{info}, 0);
+    ASSERT_TRUE(targets.is_ok()) << targets.message();
+    command.targets = targets.value();
+    command.deadline = clock.now() + wait;
+    engine->handle(std::move(command));
+  }
+
+  // The events of one kind since the last call.
+  template <typename Kind>
+  std::vector<Kind> take() {
+    std::vector<Kind> found;
+    for (auto event = events.begin(); event != events.end();) {
+      if (auto* match = std::get_if<Kind>(&*event)) {
+        found.push_back(std::move(*match));
+        event = events.erase(event);
+      } else {
+        ++event;
+      }
+    }
+    return found;
+  }
+
+  Bytes memory;
+  sim::SimClock clock;
+  std::unique_ptr<sim::SimTransport> transport;
+  std::unique_ptr<DeviceFence> fence;
+  PeerInfo info;
+  std::unique_ptr<Engine> engine;
+  std::vector<EngineEvent> events;
+};
+
+class EngineWorld : public ::testing::Test {
+ protected:
+  TestRank& add(const std::string& name, Session session, EngineConfig config = {},
+                std::string model = "tiny") {
+    ranks.push_back(
+        std::make_unique<TestRank>(queue, fabric, name, session, config, std::move(model)));
+    return *ranks.back();
+  }
+  // Lets time pass for all engines but `stopped`.
+  void pass(DurationNs time, const TestRank* stopped = nullptr) {
+    const TimeNs until = queue.now() + time;
+    while (queue.now() < until) {
+      queue.run_until(std::min(until, queue.now() + kMillisecond));
+      for (const auto& rank : ranks) {
+        if (rank.get() != stopped) {
+          rank->tick();
+        }
+      }
+    }
+  }
+  void meet(TestRank& consumer, TestRank& producer) {
+    consumer.connect(1, {producer.info});
+    pass(10 * kMillisecond);
+    const auto results = consumer.take<ConnectResult>();
+    ASSERT_EQ(results.size(), 1U);
+    ASSERT_TRUE(results[0].status.is_ok()) << results[0].status.message();
+  }
+  static void expect_at_rest(TestRank& rank) {
+    const EngineCounters counters = rank.engine->counters();
+    EXPECT_EQ(counters.grants_live + counters.offers_live + counters.served_live +
+                  counters.handles_in_flight + counters.posts_queued + counters.fences_waiting,
+              0U);
+    EXPECT_EQ(rank.transport->counts().handles, 0U);
+  }
+
+  sim::EventQueue queue;
+  sim::SimFabric fabric{queue, sim::Random(1), {}};
+  std::vector<std::unique_ptr<TestRank>> ranks;
+};
+
+}  // namespace kvpush
