@@ -82,7 +82,9 @@ void ProducerApp::next_chunk(Ticket ticket) {
   const TokenSpan span{prefill.done_tokens,
                        std::min(tokens, prefill.done_tokens + world_.settings().chunk_tokens)};
   prefill.done_tokens = span.end;
-  prefill.over = span.end == tokens;
+  // Preempted in its last step, say: the blocks are there, the KV of the rest is not.
+  const bool is_short = !world_.healed() && random.chance(world_.settings().short_per_mille);
+  prefill.over = span.end == tokens || is_short;
   const bool bad = !world_.healed() && random.chance(world_.settings().bad_grant_per_mille);
   std::vector<DeviceEvent> events;
   for (std::size_t rank = 0; rank < ranks().size(); ++rank) {
@@ -129,7 +131,8 @@ void ProducerApp::offer(std::size_t rank, Ticket ticket, Prefill& prefill, Token
   const std::uint32_t first = (span.begin + block_tokens_ - 1) / block_tokens_;
   const std::uint32_t last = (span.end + block_tokens_ - 1) / block_tokens_;
   GroupBlocks blocks;
-  blocks.ids.assign(prefill.blocks.begin() + first, prefill.blocks.begin() + last);
+  blocks.ids.assign(prefill.blocks.begin() + first,
+                    prefill.over ? prefill.blocks.end() : prefill.blocks.begin() + last);
   command.offer.new_blocks = {blocks};
   if (bad) {
     command.offer.new_blocks.emplace_back();  // a group that the engine does not have

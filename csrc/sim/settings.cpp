@@ -72,6 +72,7 @@ Settings draw_settings(Random& random) {
   s.abort_per_mille = sometimes(random, 500);
   s.missing_leg_per_mille = sometimes(random, 200);
   s.preempt_per_mille = sometimes(random, 200);
+  s.short_per_mille = sometimes(random, 100);
   s.retry_per_mille = sometimes(random, 900);
   s.bad_grant_per_mille = sometimes(random, 100);
   s.fence_error_per_mille = sometimes(random, 50);

@@ -27,6 +27,7 @@ struct Settings {
   std::uint32_t abort_per_mille = 0;        // of each leg
   std::uint32_t missing_leg_per_mille = 0;  // of each leg
   std::uint32_t preempt_per_mille = 0;      // of each prefill chunk
+  std::uint32_t short_per_mille = 0;        // of each prefill chunk: it is the last, too early
   std::uint32_t retry_per_mille = 0;        // of each failed load
   std::uint32_t bad_grant_per_mille = 0;
   std::uint32_t fence_error_per_mille = 0;

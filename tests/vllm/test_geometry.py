@@ -23,8 +23,18 @@ from bench.harness.servers import KVPUSH, Engine, EngineSpec, start_engines
 from bench.harness.tiny_model import ModelSpec, make_model
 from bench.harness.workload import mixed, tokens
 
-# Two tensor-parallel ranks that share a busy core take long over their first prefill.
-_CONNECTOR = KVPUSH.with_extra(receive_deadline_s=110, offer_ttl_s=110, grant_ttl_s=165)
+# Tensor-parallel ranks wait for each other by spinning: where cores are few and busy, a step takes
+# seconds. How long anything may take is not what is tested here.
+_LIMIT_S = 300
+_MEETING_LIMIT_S = 60
+_CONNECTOR = KVPUSH.with_extra(
+    receive_deadline_s=_LIMIT_S,
+    offer_ttl_s=_LIMIT_S,
+    grant_ttl_s=1.5 * _LIMIT_S,
+    discovery_timeout_s=_MEETING_LIMIT_S,
+    hello_timeout_s=_MEETING_LIMIT_S,
+    peer_timeout_s=_MEETING_LIMIT_S,
+)
 
 _COMMON: Mapping[str, Any] = {"num_blocks": 512, "max_model_len": 2048}
 
@@ -79,7 +89,6 @@ CORE = [
 SOAK = [
     Case("one-head-on-tp-2", tiny_model.qwen3(kv_heads=1), {"tensor_parallel": 2}),
     Case("pp-2-with-block-96", tiny_model.qwen3(), _STAGES, {"block_size": 96}),
-    Case("latent", tiny_model.deepseek_v2(), {"block_size": 16}, {"block_size": 16}),
     Case("state", tiny_model.granite_hybrid(), _NO_CACHE, _NO_CACHE),
 ]
 
@@ -115,7 +124,7 @@ def ends(request, running) -> Iterator[Pair]:
 async def _alone(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
     """What the engine answers with no transfer, and without what one left in its cache."""
     salted = [replace(request, extra={"cache_salt": "alone"}) for request in requests]
-    async with Client() as client:
+    async with Client(_LIMIT_S) as client:
         return await client.complete_all(engine.url, salted, at_once=16)
 
 
@@ -128,7 +137,7 @@ def require_equal_after_transfer(pair: Pair, requests: Sequence[Request]) -> Non
     expected = asyncio.run(_alone(consumer, requests))
     answers = {tuple(answer.token_ids) for answer in expected}
     assert len(answers) == len(requests), "a model whose answers say nothing of its prompts"
-    got = asyncio.run(pair.send_all(requests, at_once=8))
+    got = asyncio.run(pair.send_all(requests, at_once=8, limit_s=_LIMIT_S))
     require_equal(requests, expected, got)
     pair.wait_at_rest()
     after = pair.counters([consumer])
@@ -144,7 +153,9 @@ def test_tokens_are_those_of_one_engine(ends, request):
     pair = ends
     # Each direction has prompts of its own: nothing may be in a cache from the other's.
     seed = 21 + sum(map(ord, request.node.callspec.id))
-    require_equal_after_transfer(pair, mixed(16, longest=1200, sharing=0.0, seed=seed))
+    require_equal_after_transfer(
+        pair, mixed(10, longest=1200, max_tokens=(8, 16), sharing=0.0, seed=seed)
+    )
 
 
 @over([WINDOWED])

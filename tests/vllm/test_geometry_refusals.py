@@ -155,7 +155,10 @@ def trio(fleet, server_logs) -> Iterator[Pair]:
     """A decode engine, a prefill engine that fits and one that has a layer more."""
     fleet.stop()
     fits, longer = make_model(), make_model(tiny_model.qwen3(layers=3))
-    connector = KVPUSH.with_extra(model_id="same")
+    # The refused prefill keeps its blocks until its offer expires: nobody can tell it.
+    connector = KVPUSH.with_extra(
+        model_id="same", offer_ttl_s=20, receive_deadline_s=20, grant_ttl_s=30
+    )
     specs = [
         EngineSpec(model, name, role, connector, num_blocks=256)
         for model, name, role in (
