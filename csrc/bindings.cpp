@@ -254,7 +254,7 @@ std::vector<std::vector<std::vector<PairTuple>>> assign_writers_py(const RegionL
   return all;
 }
 
-CopyPlanner make_planner(std::vector<Region> local, std::vector<Region> remote,
+CopyPlanner make_planner(const std::vector<Region>& local, const std::vector<Region>& remote,
                          const std::vector<PairTuple>& tuples, bool local_is_producer) {
   for (const auto* side : {&local, &remote}) {
     for (std::size_t i = 0; i < side->size(); ++i) {
@@ -267,7 +267,7 @@ CopyPlanner make_planner(std::vector<Region> local, std::vector<Region> remote,
   }
   throw_if_error(local_is_producer ? check_pairs(local, remote, pairs)
                                    : check_pairs(remote, local, pairs));
-  return {std::move(local), std::move(remote), std::move(pairs), local_is_producer};
+  return {local, remote, std::move(pairs), local_is_producer};
 }
 
 CopyPlan plan_py(CopyPlanner& planner, std::pair<std::uint32_t, std::uint32_t> span,

@@ -337,7 +337,7 @@ void spell_out(const PatternPlan& plan, CopyPlan& out) {
 
 }  // namespace
 
-CopyPlanner::CopyPlanner(std::vector<Region> local, std::vector<Region> remote,
+CopyPlanner::CopyPlanner(const std::vector<Region>& local, const std::vector<Region>& remote,
                          std::vector<RegionPair> pairs, bool local_is_producer)
     : pairs_(std::move(pairs)) {
   const std::vector<Region>& producer = local_is_producer ? local : remote;

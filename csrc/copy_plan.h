@@ -126,8 +126,8 @@ class CopyPlanner {
  public:
   // `local_is_producer` says which side of each pair is local. The pairs must come from
   // assign_writers() on the same regions.
-  CopyPlanner(std::vector<Region> local, std::vector<Region> remote, std::vector<RegionPair> pairs,
-              bool local_is_producer);
+  CopyPlanner(const std::vector<Region>& local, const std::vector<Region>& remote,
+              std::vector<RegionPair> pairs, bool local_is_producer);
   ~CopyPlanner();
   CopyPlanner(CopyPlanner&&) noexcept;
   CopyPlanner& operator=(CopyPlanner&&) noexcept;

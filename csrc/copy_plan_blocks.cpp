@@ -99,10 +99,9 @@ void BlockMatcher::sort_consumer_blocks(Range range, const GroupBlocks& consumer
 
 void BlockMatcher::radix_sort(BlockId largest) {
   spare_.resize(order_.size());
-  std::array<std::uint32_t, kRadixBuckets> starts;
   for (unsigned shift = kIdShift; shift == kIdShift || largest >> (shift - kIdShift) != 0;
        shift += kRadixBits) {
-    starts.fill(0);
+    std::array<std::uint32_t, kRadixBuckets> starts{};
     for (const std::uint64_t entry : order_)
       ++starts[entry >> shift & (kRadixBuckets - 1)];
     std::uint32_t start = 0;

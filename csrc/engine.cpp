@@ -232,7 +232,7 @@ void Engine::deliver(OfferCommand offer) {
   std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
 }
 
-void Engine::on(WithdrawCommand command) {
+void Engine::on(const WithdrawCommand& command) {
   // Offers that still wait for the accelerator are not in memory: they are made known as empty, so
   // that the withdrawal ends them like any other.
   for (auto waiting = fences_.begin(); waiting != fences_.end();) {

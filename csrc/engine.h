@@ -166,7 +166,7 @@ class Engine {
   void tell_bystanders(GrantCommand& command);
   void on(RevokeCommand command);
   void on(FencedOfferCommand command);
-  void on(WithdrawCommand command);
+  void on(const WithdrawCommand& command);
   void on(ShutdownCommand command);
   Status greet(PeerTarget& target);
   void end_connect(std::uint64_t id, bool timed_out, Status status);

@@ -100,7 +100,7 @@ std::uint64_t& Rank::word(std::uint32_t layer, BlockId block, std::uint32_t head
 
 BlockId Rank::block_at(std::uint64_t address) const {
   const std::uint64_t word = (address - base) / kWordBytes;
-  return static_cast<BlockId>(word / (heads * block_tokens) % blocks);
+  return static_cast<BlockId>(word / (std::uint64_t{heads} * block_tokens) % blocks);
 }
 
 // --- an engine ----------------------------------------------------------------------------------
