@@ -1,5 +1,7 @@
 #include "sim/checkers.h"
 
+#include <tuple>
+
 namespace kvpush::sim {
 
 namespace {
@@ -38,6 +40,35 @@ class WritesAreGranted final : public Checker {
  private:
   std::map<std::pair<LifeId, BlockId>, Attempt> granted_;
   std::map<std::pair<LifeId, Ticket>, std::vector<BlockId>> tickets_;
+};
+
+// Rule 1, as far as the producer can know: nothing is posted for an attempt after it has read that
+// the attempt is revoked.
+class RevokedIsNotPosted final : public Checker {
+ public:
+  std::string name() const override { return "rule 1, what is revoked is not posted"; }
+  void on_revoke_delivered(LifeId producer, LifeId consumer, Attempt attempt) override {
+    unread_[producer].emplace_back(consumer, attempt);
+  }
+  void on_looked(LifeId life) override {
+    const auto found = unread_.find(life);
+    if (found == unread_.end()) {
+      return;
+    }
+    for (const auto& [consumer, attempt] : found->second) {
+      revoked_.insert({life, consumer, attempt});
+    }
+    unread_.erase(found);
+  }
+  void on_posted(LifeId producer, LifeId consumer, Attempt attempt) override {
+    if (revoked_.contains({producer, consumer, attempt})) {
+      violated("attempt " + std::to_string(attempt) + " was posted for after its REVOKE was read");
+    }
+  }
+
+ private:
+  std::map<LifeId, std::vector<std::pair<LifeId, Attempt>>> unread_;
+  std::set<std::tuple<LifeId, LifeId, Attempt>> revoked_;
 };
 
 // Rule 3: blocks that a transfer reads from are not given back while it does.
@@ -128,6 +159,7 @@ class GoodRequestsSucceed final : public Checker {
 std::vector<std::unique_ptr<Checker>> make_checkers() {
   std::vector<std::unique_ptr<Checker>> all;
   all.push_back(std::make_unique<WritesAreGranted>());
+  all.push_back(std::make_unique<RevokedIsNotPosted>());
   all.push_back(std::make_unique<SourcesAreHeld>());
   all.push_back(std::make_unique<BytesAreThePrompts>());
   all.push_back(std::make_unique<EndsAreReportedOnce>());

@@ -31,6 +31,10 @@ class Checker {
   // An end was reported to the application of this rank.
   virtual void on_end(const RankName&, const EndAction&) {}
   virtual void on_slice(const RankName&, Attempt, BlockId) {}
+  // A consumer's REVOKE lies before a producer's rank; that has looked at what lay there; it posts.
+  virtual void on_revoke_delivered(LifeId /*producer*/, LifeId /*consumer*/, Attempt) {}
+  virtual void on_looked(LifeId) {}
+  virtual void on_posted(LifeId /*producer*/, LifeId /*consumer*/, Attempt) {}
   // The application gives blocks back that an offer named.
   virtual void on_source_freed(const RankName&, BlockId, bool /*still_read*/) {}
   // A word of KV of a load that was reported as received, or of what lies beside it.

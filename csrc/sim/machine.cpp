@@ -143,6 +143,10 @@ void Machine::stall(DurationNs length) {
   stalled_until_ = std::max(stalled_until_, world_.queue().now() + length);
 }
 
+bool Machine::is_stalled() const noexcept {
+  return world_.queue().now() < stalled_until_;
+}
+
 void Machine::later(DurationNs delay, std::function<void()> step) {
   world_.queue().after(delay, [this, life = life_, step = std::move(step)]() mutable {
     if (life != life_) {
@@ -160,6 +164,7 @@ void Machine::later(DurationNs delay, std::function<void()> step) {
 void Machine::tick(std::size_t rank) {
   Engine& engine = *ranks_.at(rank)->engine;
   const Activity activity = engine.tick();
+  world_.each_checker([&](Checker& checker) { checker.on_looked(ranks_[rank]->name.life); });
   std::vector<EngineEvent> events;
   engine.take_events(events);
   for (EngineEvent& event : events) {

@@ -70,6 +70,7 @@ class Machine {
   void start();
   void die();
   void stall(DurationNs length);
+  bool is_stalled() const noexcept;
   bool alive() const noexcept { return !ranks_.empty(); }
   const std::string& name() const noexcept { return name_; }
   std::vector<PeerInfo> peer_infos() const;

@@ -127,6 +127,9 @@ void SimFabric::deliver(LifeId from, LifeId to, std::uint64_t removals_seen, con
   note(static_cast<std::uint64_t>(queue_.now()));
   note((from << 32U) ^ (to << 16U) ^ payload.size());
   receiver->second.inbox.push_back({sender->second.name, payload});
+  if (on_delivered) {
+    on_delivered(from, to, payload);
+  }
 }
 
 bool SimFabric::still_goes(const Transfer& transfer) const {
@@ -349,6 +352,9 @@ Result<HandleId> SimTransport::post(CopyDirection direction, const std::string& 
   transfer.runs.assign(batch.runs.begin(), batch.runs.end());
   transfer.payload.assign(payload.begin(), payload.end());
   transfer.bytes = bytes;
+  if (fabric_.on_posted) {
+    fabric_.on_posted(life_, transfer.to, transfer.payload);
+  }
   fabric_.start(id);
   if (remote == fabric_.lives_.end()) {
     fabric_.fail_soon(life_, transfer.to);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -67,6 +68,9 @@ class SimFabric {
   void heal();
   // Called before a slice is copied.
   std::function<void(const AppliedSlice&)> on_slice;
+  // Called when a notification is in the receiver's inbox, and when a transfer is posted.
+  std::function<void(LifeId from, LifeId to, const Bytes& payload)> on_delivered;
+  std::function<void(LifeId from, LifeId to, const Bytes& payload)> on_posted;
   // Whether a WRITE or READ that has not ended touches this memory of a life's own.
   bool is_source_in_flight(LifeId owner, std::uint64_t address, std::uint64_t length) const;
   // A number that is equal for equal runs.

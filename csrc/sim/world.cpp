@@ -27,6 +27,7 @@ World::World(std::uint64_t seed, bool verbose)
       verbose_(verbose),
       checkers_(make_checkers()) {
   watch_writes();
+  watch_messages();
   producer_ = std::make_unique<ProducerApp>(*this, "P", settings_.producer_ranks,
                                             settings_.producer_block_tokens);
   producer_->start();
@@ -79,6 +80,28 @@ void World::watch_writes() {
           }
         });
       }
+    }
+  };
+}
+
+void World::watch_messages() {
+  fabric_.on_delivered = [this](LifeId from, LifeId to, const Bytes& payload) {
+    const Result<Message> message = parse_message(payload);
+    if (!message.is_ok() || stranger_ == nullptr || from == stranger_->life()) {
+      return;
+    }
+    if (const auto* revoke = std::get_if<RevokeMessage>(&message.value().body)) {
+      each_checker(
+          [&](Checker& checker) { checker.on_revoke_delivered(to, from, revoke->attempt); });
+    }
+  };
+  fabric_.on_posted = [this](LifeId from, LifeId to, const Bytes& payload) {
+    const Result<Message> message = parse_message(payload);
+    if (!message.is_ok()) {
+      return;
+    }
+    if (const auto* written = std::get_if<WrittenMessage>(&message.value().body)) {
+      each_checker([&](Checker& checker) { checker.on_posted(from, to, written->attempt); });
     }
   };
 }
@@ -208,6 +231,7 @@ bool World::run_until_rest(TimeNs limit) {
   const auto at_rest = [this] {
     bool rest = producer_->is_at_rest();
     const auto look = [&rest](Machine& machine) {
+      rest = rest && !machine.is_stalled();  // what waits for it to go on is not seen yet
       for (const auto& rank : machine.ranks()) {
         const EngineCounters c = rank->engine->counters();
         rest = rest && c.grants_live + c.offers_live + c.served_live + c.posts_queued == 0;

@@ -48,6 +48,7 @@ class World {
  private:
   struct Request;
   void watch_writes();
+  void watch_messages();
   void plan_requests();
   void send_request(std::size_t consumer, const std::string& id, std::uint64_t prompt,
                     bool must_succeed);

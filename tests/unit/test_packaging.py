@@ -74,7 +74,7 @@ def test_no_tests_no_simulator_in_the_distribution(
 def test_vllm_and_nixl_are_no_requirements(distribution: importlib.metadata.Distribution) -> None:
     plain = [r for r in distribution.requires or [] if "extra ==" not in r]
     names = {r.split(">")[0].split("=")[0].strip() for r in plain}
-    assert names == {"aiohttp", "msgspec", "pyzmq", "rich", "typer"}
+    assert names == {"aiohttp", "msgspec", "multidict", "pyzmq", "rich", "typer"}
 
 
 def test_native_module_loads_neither_nixl_nor_cuda() -> None:
