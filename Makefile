@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-CXX_FILES = $(wildcard $(foreach d,csrc csrc/sim tests/cpp tests/cpp/support,$(d)/*.h $(d)/*.cpp))
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/support/*.h tests/sim/*.cpp)
 PYTEST = python -m pytest
 
 .DEFAULT_GOAL := help

@@ -234,7 +234,9 @@ bool World::run_until_rest(TimeNs limit) {
       rest = rest && !machine.is_stalled();  // what waits for it to go on is not seen yet
       for (const auto& rank : machine.ranks()) {
         const EngineCounters c = rank->engine->counters();
-        rest = rest && c.grants_live + c.offers_live + c.served_live + c.posts_queued == 0;
+        rest =
+            rest &&
+            c.grants_live + c.offers_live + c.served_live + c.posts_queued + c.fences_waiting == 0;
       }
     };
     look(*producer_);

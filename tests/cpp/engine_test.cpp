@@ -135,6 +135,38 @@ TEST_F(EngineTest, ProducerThatWasStoppedDoesNotTrustWhatLayUnread) {
   expect_at_rest(d);
 }
 
+TEST_F(EngineTest, EchoOfAnotherMeetingProvesNothing) {
+  meet(d, p);
+  for (int i = 0; i < 15; ++i) {  // D says nothing; what comes under its name is of no meeting here
+    Message keepalive{20, KeepaliveMessage{}};
+    keepalive.meeting = 9;
+    keepalive.echo = static_cast<std::uint64_t>(p.clock.now());
+    ASSERT_TRUE(d.transport->notify("P", encode_message(keepalive)).is_ok());
+    pass(kSecond, &d);
+  }
+  Message grant{20, GrantMessage{100, key_of("r"), {0, 4}, {GroupBlocks{0, {4}}}}};
+  grant.meeting = 1;
+  ASSERT_TRUE(d.transport->notify("P", encode_message(grant)).is_ok());
+  p.offer(6, key_of("r"), {1});
+  pass(10 * kMillisecond, &d);
+  EXPECT_EQ(p.engine->counters().writes_posted, 0U);
+  expect_end(p, 6, End::kFailed, Reason::kPeerLost);
+}
+
+TEST_F(EngineTest, GrantOfAnotherMeetingIsNotServed) {
+  meet(d, p);
+  p.offer(6, key_of("r"), {1});
+  Message grant{20, GrantMessage{100, key_of("r"), {0, 4}, {GroupBlocks{0, {4}}}}};
+  for (const std::uint64_t meeting : {0U, 2U}) {
+    grant.meeting = meeting;
+    ASSERT_TRUE(d.transport->notify("P", encode_message(grant)).is_ok());
+    pass(10 * kMillisecond);
+    EXPECT_EQ(p.engine->counters().served_live, 0U);
+    EXPECT_EQ(p.engine->counters().offers_live, 1U);  // it has met no grant
+  }
+  EXPECT_TRUE(d.take<PeerLostEvent>().empty());  // D's own meeting goes on
+}
+
 TEST_F(EngineTest, PeersMeetAgainAfterAStop) {
   meet(d, p);
   pass(30 * kSecond, &p);
