@@ -101,19 +101,23 @@ def start_long(pair: Pair, transfer_id: str) -> tuple[int, int]:
     return offer, grant
 
 
+def revoke_and_watch(pair: Pair, offer: int, grant: int) -> str:
+    """Revoke, and check that nothing is written once the grant has ended; gives its end."""
+    pair.consumer.revoke(grant)
+    event = pair.consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
+    pair.producer.wait(offer)
+    pair.idle()
+    assert pair.consumer.wrong_bytes() == 0, "written after the grant had ended"
+    return str(event.kind)
+
+
 def test_revoked_in_mid_transfer(new_pair: MakePair) -> None:
     pair = new_pair(LONG, **SMALL_POSTS)
-    producer, consumer = pair.producer, pair.consumer
-    producer.fill(2, LONG_IDS, LONG_TOKENS)
+    pair.producer.fill(2, LONG_IDS, LONG_TOKENS)
     kinds = set()
     for i in range(3):
         offer, grant = start_long(pair, f"long {i}")
-        consumer.revoke(grant)
-        event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
-        kinds.add(event.kind)
-        producer.wait(offer)
-        pair.idle()
-        assert consumer.wrong_bytes() == 0, "written after the grant had ended"
+        kinds.add(revoke_and_watch(pair, offer, grant))
     assert "receive_revoked" in kinds
     assert_works(pair)
 
@@ -130,12 +134,7 @@ def test_revoked_while_one_large_write_is_in_flight(new_pair: MakePair) -> None:
         producer.wait_counters(offers_live=1)
         grant = consumer.grant(f"large {i}", LONG_IDS, LONG_TOKENS)
         producer.wait_counters(writes_posted=i + 1)
-        consumer.revoke(grant)
-        event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
-        kinds.add(event.kind)
-        producer.wait(offer)
-        pair.idle()
-        assert consumer.wrong_bytes() == 0, "written after the grant had ended"
+        kinds.add(revoke_and_watch(pair, offer, grant))
     assert "receive_revoked" in kinds
     assert_works(pair)
 
