@@ -79,6 +79,8 @@ class InProcessEngine:
         self._ran_model = False
         self._steps = 0
         self._model_steps = 0
+        self._preemptions = 0
+        self._prefix_hit_tokens = 0
         self._known: dict[str, int] = {}
         self._failed: list[str] = []
         self._stopping = False
@@ -87,15 +89,31 @@ class InProcessEngine:
         self._stamper = self._stamp() if settings.model.stamp else None
 
     def _follow_core(self) -> None:
-        """See what vLLM's step says beside its outputs: whether the model ran."""
+        """See what vLLM's step says beside its outputs: whether the model ran.
+
+        And count what its scheduler does to requests without saying so.
+        """
         step = self.core.step_fn
+        scheduler = self.core.scheduler
+        preempt, look_up = scheduler._preempt_request, scheduler.kv_cache_manager.get_computed_blocks
 
         def followed() -> Any:
             outputs, ran = step()
             self._ran_model = ran
             return outputs, ran
 
+        def preempted(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        def looked_up(*args: Any, **kwargs: Any) -> Any:
+            found = look_up(*args, **kwargs)
+            self._prefix_hit_tokens += found[1]
+            return found
+
         self.core.step_fn = followed
+        scheduler._preempt_request = preempted
+        scheduler.kv_cache_manager.get_computed_blocks = looked_up
 
     def _time_hooks(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -210,6 +228,8 @@ class InProcessEngine:
                     "steps": self._steps,
                     "model_steps": self._model_steps,
                     "free_blocks": self._free_blocks(),
+                    "preemptions": self._preemptions,
+                    "prefix_hit_tokens": self._prefix_hit_tokens,
                     "hooks": self._timer.report() if self._timer is not None else None,
                     "stamps": self._stamper.report() if self._stamper is not None else None,
                     "connector": self._connector_stats(),

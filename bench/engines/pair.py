@@ -42,10 +42,14 @@ def _context() -> Any:
 class EngineProcess:
     """The driver's end of one engine."""
 
-    def __init__(self, settings: EngineSettings, logs: Path, model: Path) -> None:
+    def __init__(
+        self, settings: EngineSettings, logs: Path, model: Path, *, life: int = 1
+    ) -> None:
         self.settings = settings
-        self.log = logs / f"{settings.name}.log"
+        self.life = life
+        self.log = logs / (f"{settings.name}.log" if life == 1 else f"{settings.name}-{life}.log")
         self.facts: dict[str, Any] = {}
+        self._model = model
         context = _context()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -98,6 +102,15 @@ class EngineProcess:
         self.process.kill()
         self.process.join()
         self.connection.close()
+
+    def signal(self, number: int) -> None:
+        """Send the engine's process a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def again(self) -> EngineProcess:
+        """Start an engine like this one, at the same address, with a log of its own."""
+        return EngineProcess(self.settings, self.log.parent, self._model, life=self.life + 1)
 
 
 @dataclass(frozen=True)
@@ -156,6 +169,7 @@ class Pair:
         self.prefill = prefill
         self.decode = decode
         self.live: dict[str, Timeline] = {}
+        self._down: set[str] = set()  # names of engines that were killed
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self._reports: dict[str, Any] = {}
 
@@ -205,10 +219,51 @@ class Pair:
     def engines(self) -> list[EngineProcess]:
         return [engine for engine in (self.prefill, self.decode) if engine is not None]
 
+    @property
+    def up(self) -> list[EngineProcess]:
+        """The engines that were not killed."""
+        return [engine for engine in self.engines if engine.settings.name not in self._down]
+
     def stop(self) -> None:
         """Stop both engines."""
-        for engine in self.engines:
+        for engine in self.up:
             engine.stop()
+
+    # --- crashes -------------------------------------------------------------------------------
+
+    def kill(self, engine: EngineProcess) -> None:
+        """Kill an engine. Its legs end as "lost", and so do those sent to it before restart()."""
+        engine.kill()
+        self._down.add(engine.settings.name)
+        for timeline in self.live.values():
+            self._lose_leg(engine, timeline)
+
+    def restart(self, engine: EngineProcess) -> list[Timeline]:
+        """Start a killed engine again, at its address; returns requests that ended meanwhile."""
+        fresh = engine.again()
+        ended: list[Timeline] = []
+        until = time.monotonic() + START_LIMIT_S
+        while not fresh.connection.poll() and time.monotonic() < until:
+            ended += self.pump(0.05)
+        fresh.wait_ready(0)
+        if engine is self.prefill:
+            self.prefill = fresh
+        else:
+            self.decode = fresh
+        self._down.remove(engine.settings.name)
+        return ended
+
+    def _lose_leg(self, engine: EngineProcess, timeline: Timeline) -> None:
+        if engine is self.decode:
+            timeline.decode_reason = timeline.decode_reason or "lost"
+        elif timeline.legs != "decode":
+            timeline.prefill_reason = timeline.prefill_reason or "lost"
+
+    def _send(self, engine: EngineProcess, timeline: Timeline, *command: Any) -> None:
+        if engine.settings.name in self._down:
+            self._lose_leg(engine, timeline)
+        else:
+            engine.send(*command)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -228,12 +283,14 @@ class Pair:
         tokens = list(prompt)
         shared = transfer_id or request
         if legs == "decode":
-            self.decode.send("add", request, tokens, max_tokens, None)
+            self._send(self.decode, timeline, "add", request, tokens, max_tokens, None)
             return timeline
         assert self.prefill is not None
-        self.prefill.send("add", request, tokens, 1, self._prefill_params(shared))
+        params = self._prefill_params(shared)
+        self._send(self.prefill, timeline, "add", request, tokens, 1, params)
         if legs == "together":
-            self.decode.send("add", request, tokens, max_tokens, self._decode_params(shared))
+            params = self._decode_params(shared)
+            self._send(self.decode, timeline, "add", request, tokens, max_tokens, params)
         else:
             self._prompts[request] = (tokens, max_tokens)
         return timeline
@@ -283,7 +340,7 @@ class Pair:
     def pump(self, timeout_s: float) -> list[Timeline]:
         """Take what the engines have said within the time; returns requests that have ended."""
         connections: dict[Connection, EngineProcess] = {
-            engine.connection: engine for engine in self.engines
+            engine.connection: engine for engine in self.up
         }
         for ready in wait(list(connections), max(0.0, timeout_s)):
             engine = connections[ready]  # type: ignore[index]
@@ -332,20 +389,22 @@ class Pair:
 
     def reset(self) -> None:
         """Have the engines forget what they measured."""
-        for engine in self.engines:
+        for engine in self.up:
             engine.send("reset")
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Each side's figures, by "prefill" and "decode"."""
+        """The figures of each engine that is up, by "prefill" and "decode"."""
         self._reports.clear()
-        for engine in self.engines:
+        for engine in self.up:
             engine.send("report")
         deadline = time.monotonic() + ANSWER_LIMIT_S
-        while len(self._reports) < len(self.engines):
+        while len(self._reports) < len(self.up):
             if time.monotonic() > deadline:
                 raise EngineError("an engine gave no report")
             self.pump(0.1)
-        found = {"decode": self._reports[self.decode.settings.name]}
-        if self.prefill is not None:
-            found["prefill"] = self._reports[self.prefill.settings.name]
-        return found
+        sides = {"decode": self.decode, "prefill": self.prefill}
+        return {
+            side: self._reports[engine.settings.name]
+            for side, engine in sides.items()
+            if engine is not None and engine.settings.name in self._reports
+        }
