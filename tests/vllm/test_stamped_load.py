@@ -37,8 +37,7 @@ def require_clean_load(pair: Pair, seed: int, count: int) -> None:
     wait_at_rest(pair)
     require_right_stamps(pair)
 
-    # Twins of one transfer id are told apart by their prompts, and a twin of the same prompt is
-    # computed where it is: nothing but an abort may fail.
+    # Requests of one transfer id are told apart by their prompts: none of these may fail.
     assert not load.failed()
     served = load.served()
     assert len(served) > count / 2
