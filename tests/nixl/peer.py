@@ -136,6 +136,7 @@ class Host:
 
     def open(self, layout: Layout, config: dict[str, Any], env: dict[str, str]) -> bytes:
         os.environ.update(env)
+        prepare_environment(config.get("peer_timeout_s", 10.0))
         self._layout = layout
         size = int(np.prod(layout.shape))
         self._map = mmap.mmap(-1, size)
@@ -163,6 +164,12 @@ class Host:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def network(self, step: str, arguments: list[Any]) -> None:
+        """Do something to this process's network; see tests.nixl.network."""
+        from tests.nixl import network
+
+        getattr(network, step)(*arguments)
 
     # --- the engine's methods ---
 
@@ -334,7 +341,6 @@ class Host:
 
 def main(connection: Connection) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the test's process
-    prepare_environment()
     serve(connection, Host())
 
 
@@ -494,6 +500,9 @@ class Peer:
     def wrong_bytes(self, *wanted: tuple[int, Sequence[int], int, int]) -> int:
         count: int = self.call("wrong_bytes", wanted=[(s, list(i), f, e) for s, i, f, e in wanted])
         return count
+
+    def network(self, step: str, *arguments: Any) -> None:
+        self.call("network", step=step, arguments=list(arguments))
 
     def kill(self) -> None:
         self.child.process.kill()

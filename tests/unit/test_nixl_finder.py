@@ -159,6 +159,14 @@ def test_settings_that_are_there_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     assert os.environ["UCX_RCACHE_MAX_UNRELEASED"] == "7"
 
 
+def test_connections_end_before_the_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for peer_timeout_s, wanted in ((10.0, "5000ms"), (0.5, "250ms")):
+        monkeypatch.setenv("UCX_TCP_USER_TIMEOUT", "")
+        monkeypatch.delenv("UCX_TCP_USER_TIMEOUT")
+        _nixl.prepare_environment(peer_timeout_s)
+        assert os.environ["UCX_TCP_USER_TIMEOUT"] == wanted
+
+
 def test_missing_settings_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_RCACHE_MAX_UNRELEASED", "")
     monkeypatch.delenv("UCX_RCACHE_MAX_UNRELEASED")

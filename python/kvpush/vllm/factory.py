@@ -85,7 +85,7 @@ def make_worker(
     session = secrets.randbits(64) | 1
     engine_id = vllm_config.kv_transfer_config.engine_id
     rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
-    prepare_environment()
+    prepare_environment(config.peer_timeout_s)
     engine = Engine(
         EngineConfig(
             agent_name=f"kvpush-{engine_id}-{rank}-{session:016x}",
