@@ -329,10 +329,10 @@ class Pair:
         if timeline is None:
             return
         if prefill and self.prefill is not None and not timeline.prefill_reason:
-            self.prefill.send("abort", request)
+            self._send(self.prefill, timeline, "abort", request)
             timeline.prefill_reason = "abort"
         if decode and not timeline.decode_reason:
-            self.decode.send("abort", request)
+            self._send(self.decode, timeline, "abort", request)
             timeline.decode_reason = "abort"
 
     # --- events --------------------------------------------------------------------------------
