@@ -8,6 +8,7 @@ All waits have limits.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -227,6 +229,9 @@ class Host:
         self._poll()
         return self._events
 
+    def forget_events(self) -> None:
+        self._events = []
+
     def wait(self, tickets: list[int], limit_s: float) -> list[Event]:
         """The one event of each ticket."""
         until = time.monotonic() + limit_s
@@ -274,6 +279,18 @@ class Host:
             if time.monotonic() > until:
                 raise TimeoutError(f"tables not empty after {limit_s} s: {counters}")
             time.sleep(0.002)
+
+    def resources(self) -> dict[str, int]:
+        """What the process holds now, and the engine's tables."""
+        gc.collect()
+        counters = self.counters()
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        return {
+            "resident_bytes": int(fields["VmRSS"].split()[0]) * 1024,
+            "threads": int(fields["Threads"]),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        } | {name: counters[name] for name in (*TABLES, "peers")}
 
     # --- memory ---
 
@@ -486,6 +503,10 @@ class Peer:
     def counters(self) -> dict[str, int]:
         counters: dict[str, int] = self.call("counters")
         return counters
+
+    def resources(self) -> dict[str, int]:
+        found: dict[str, int] = self.call("resources")
+        return found
 
     def ended(self, ticket: int) -> bool:
         """Whether an event of the ticket has come."""
