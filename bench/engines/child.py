@@ -22,6 +22,8 @@ from bench.engines.settings import EngineSettings
 HOST = "127.0.0.1"
 
 _PR_SET_PDEATHSIG = 1
+# How often an idle engine looks whether it was told to end.
+_IDLE_LOOK_S = 0.1
 # vLLM's own core process sleeps this long after a step without a model run.
 _IDLE_STEP_S = 0.001
 
@@ -84,7 +86,9 @@ class InProcessEngine:
         self._known: dict[str, int] = {}
         self._failed: list[str] = []
         self._stopping = False
+        self._terminating = False
         self._follow_core()
+        signal.signal(signal.SIGTERM, self._on_term)
         self._timer = self._time_hooks() if settings.time_hooks else None
         self._stamper = self._stamp() if settings.model.stamp else None
 
@@ -95,7 +99,10 @@ class InProcessEngine:
         """
         step = self.core.step_fn
         scheduler = self.core.scheduler
-        preempt, look_up = scheduler._preempt_request, scheduler.kv_cache_manager.get_computed_blocks
+        preempt, look_up = (
+            scheduler._preempt_request,
+            scheduler.kv_cache_manager.get_computed_blocks,
+        )
 
         def followed() -> Any:
             outputs, ran = step()
@@ -151,15 +158,29 @@ class InProcessEngine:
     def loop(self) -> None:
         """Until told to stop or the driver is gone."""
         while not self._stopping:
-            idle = not self._has_work()
+            wait_s = 0.0 if self._has_work() else _IDLE_LOOK_S
             try:
-                while idle or self._connection.poll():
+                while self._connection.poll(wait_s):
                     self._obey(self._connection.recv())
-                    idle = False
+                    wait_s = 0.0
             except EOFError:
+                return
+            if self._terminating:
+                self._end_requests()
                 return
             if self._has_work():
                 self._step()
+
+    def _on_term(self, *_: object) -> None:
+        self._terminating = True
+
+    def _end_requests(self) -> None:
+        """As vLLM's core process does on SIGTERM: abort what lives, step while work is left."""
+        from vllm.v1.request import RequestStatus
+
+        self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        while self._has_work():
+            self._step()
 
     def _has_work(self) -> bool:
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)

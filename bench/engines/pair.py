@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,9 +43,7 @@ def _context() -> Any:
 class EngineProcess:
     """The driver's end of one engine."""
 
-    def __init__(
-        self, settings: EngineSettings, logs: Path, model: Path, *, life: int = 1
-    ) -> None:
+    def __init__(self, settings: EngineSettings, logs: Path, model: Path, *, life: int = 1) -> None:
         self.settings = settings
         self.life = life
         self.log = logs / (f"{settings.name}.log" if life == 1 else f"{settings.name}-{life}.log")
@@ -237,6 +236,22 @@ class Pair:
         self._down.add(engine.settings.name)
         for timeline in self.live.values():
             self._lose_leg(engine, timeline)
+
+    def terminate(self, engine: EngineProcess, limit_s: float) -> int | None:
+        """Have an engine end by itself, as SIGTERM does; returns its exit status.
+
+        Its legs end as "lost". None: it did not end in time.
+        """
+        engine.signal(signal.SIGTERM)
+        self._down.add(engine.settings.name)
+        for timeline in self.live.values():
+            self._lose_leg(engine, timeline)
+        until = time.monotonic() + limit_s
+        while engine.process.is_alive() and time.monotonic() < until:
+            self.pump(0.05)
+        code: int | None = engine.process.exitcode
+        engine.kill()
+        return code
 
     def restart(self, engine: EngineProcess) -> list[Timeline]:
         """Start a killed engine again, at its address; returns requests that ended meanwhile."""

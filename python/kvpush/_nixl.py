@@ -77,8 +77,8 @@ def prepare_environment(peer_timeout_s: float = 10.0) -> None:
     Settings that are there already are left alone.
     """
     # Through a cut network the kernel would keep what was written, for a quarter of an hour, and
-    # deliver it when the cut heals: into blocks that others have by then. A connection that is given
-    # up earlier than the peer itself takes what it holds with it.
+    # deliver it when the cut heals: into blocks that others have by then. A connection that is
+    # given up earlier than the peer itself takes what it holds with it.
     os.environ.setdefault("UCX_TCP_USER_TIMEOUT", f"{max(1, round(peer_timeout_s * 500))}ms")
     # UCX keeps memory registrations that nobody uses any more, by default without a limit. This is
     # the figure vLLM uses.

@@ -16,6 +16,13 @@ class EngineTest : public EngineWorld {
   TestRank& p = add("P", 10);
   TestRank& d = add("D", 20);
 
+  // Two more, over another fabric.
+  std::pair<TestRank&, TestRank&> add_two(sim::SimFabric& other) {
+    ranks.push_back(std::make_unique<TestRank>(queue, other, "A", 50));
+    ranks.push_back(std::make_unique<TestRank>(queue, other, "B", 60));
+    return {*ranks[ranks.size() - 2], *ranks.back()};
+  }
+
   void expect_end(TestRank& rank, Ticket ticket, End end, Reason reason = Reason::kNone) {
     const auto ends = rank.take<EndAction>();
     ASSERT_EQ(ends.size(), 1U);
@@ -98,6 +105,69 @@ TEST_F(EngineTest, ConnectWhoseHelloCannotBeSentFailsAtOnce) {
   ASSERT_EQ(results.size(), 1U);
   EXPECT_FALSE(results[0].status.is_ok());
   EXPECT_EQ(a.transport->counts().peers, 0U);
+}
+
+TEST_F(EngineTest, GrantThatCannotBeSentIsNoSilentWait) {
+  meet(d, p);
+  d.transport->remove_peer("P");  // as a transport that has noticed a disconnect
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  d.tick();
+  EXPECT_EQ(d.take<PeerLostEvent>().size(), 1U);
+  EXPECT_TRUE(d.take<EndAction>().empty());  // it may still write
+  pass(13 * kSecond);
+  expect_end(d, 5, End::kFailed, Reason::kPeerLost);
+  expect_at_rest(d);
+}
+
+TEST_F(EngineTest, PeersThatAreIdleForLongAreKept) {
+  meet(d, p);
+  pass(5 * 60 * kSecond);
+  EXPECT_TRUE(d.take<PeerLostEvent>().empty());
+  EXPECT_TRUE(p.take<PeerLostEvent>().empty());
+  p.offer(6, key_of("r"), {1});
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kDone);
+}
+
+TEST_F(EngineTest, HandleThatNeverEndsFailsBothSidesAndKeepsTheBlocksUntilItCanDoNoHarm) {
+  sim::FabricFaults faults = lenient();
+  faults.stuck_per_mille = 1'000;
+  sim::SimFabric stuck(queue, sim::Random(2), faults);
+  auto [a, b] = add_two(stuck);
+  meet(b, a);
+  a.offer(6, key_of("r"), {1});
+  b.grant(5, 100, key_of("r"), {4}, {50}, 5 * kSecond);
+  pass(24 * kSecond);  // the deadline is over, REVOKE remains unanswered
+  EXPECT_EQ(a.engine->counters().handles_in_flight, 1U);
+  EXPECT_TRUE(a.take<EndAction>().empty());
+  EXPECT_TRUE(b.take<EndAction>().empty());
+  pass(2 * kSecond);  // B breaks the connection, and waits for its fence
+  EXPECT_EQ(b.take<PeerLostEvent>().size(), 1U);
+  EXPECT_TRUE(b.take<EndAction>().empty());
+  pass(30 * kSecond);
+  expect_end(b, 5, End::kFailed, Reason::kDeadline);
+  const auto ends = a.take<EndAction>();
+  EXPECT_EQ(ends.size(), 1U);
+  EXPECT_TRUE(std::all_of(ends.begin(), ends.end(),
+                          [](const EndAction& end) { return end.end == End::kFailed; }));
+  expect_at_rest(a);
+  expect_at_rest(b);
+  ranks.resize(2);  // before their fabric
+}
+
+TEST_F(EngineTest, HandleThatFailsFailsBothSidesAtOnce) {
+  sim::FabricFaults faults = lenient();
+  faults.write_error_per_mille = 1'000;
+  sim::SimFabric failing(queue, sim::Random(2), faults);
+  auto [a, b] = add_two(failing);
+  meet(b, a);
+  a.offer(6, key_of("r"), {1});
+  b.grant(5, 100, key_of("r"), {4}, {50});
+  pass(kSecond);
+  expect_end(b, 5, End::kFailed, Reason::kTransportError);
+  expect_end(a, 6, End::kFailed, Reason::kTransportError);
+  ranks.resize(2);  // before their fabric
 }
 
 TEST_F(EngineTest, GrantToAStrangerFailsAtOnce) {

@@ -29,6 +29,14 @@ TEST(PeerInfo, SurvivesTheWire) {
   EXPECT_TRUE(parsed.value() == info);
 }
 
+TEST(PeerInfo, SizeDoesNotGrowWithTheNumberOfBlocks) {
+  PeerInfo large = sample();
+  for (Region& region : large.regions) {
+    region.num_blocks = 1'000'000;
+  }
+  EXPECT_LE(encode_peer_info(large).size(), encode_peer_info(sample()).size() + 64);
+}
+
 TEST(PeerInfo, NoTruncationAndNoExcessIsADescription) {
   Bytes bytes = encode_peer_info(sample());
   for (std::size_t size = 0; size < bytes.size(); ++size) {

@@ -1,7 +1,8 @@
-"""Thousands of transfers, most of them whole and some not: nothing grows."""
+"""What transfers cost: thousands leave nothing behind, and the caller's thread does no work."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +38,18 @@ class Batches:
     def run(self) -> None:
         """One batch, until all of it has ended."""
         producer, consumer = self.pair.producer, self.pair.consumer
-        grants, offers = [], []
+        grants: list[dict[str, Any]] = []
+        offers: list[dict[str, Any]] = []
         for index in range(BATCH):
             target = [(index * 2 + block) % SMALL.blocks for block in range(8)]
-            grant = {"attempt": self.begun + index + 1, "sessions": consumer.sessions}
-            span = {"span": (0, TOKENS), "blocks": [(0, target)], "deadline_s": 60.0}
-            grants.append(self._numbered(consumer, index, **grant, **span))
+            grant: dict[str, Any] = {
+                "attempt": self.begun + index + 1,
+                "sessions": consumer.sessions,
+                "span": (0, TOKENS),
+                "blocks": [(0, target)],
+                "deadline_s": 60.0,
+            }
+            grants.append(self._numbered(consumer, index, **grant))
             short = index % 10 == 7
             kv = {"watermark": TOKENS - short, "final": True, "new_blocks": [(0, IDS)]}
             offers.append(self._numbered(producer, index, **kv))
@@ -88,3 +95,57 @@ def test_a_thousand_transfers_leave_nothing_behind(new_pair: MakePair) -> None:
 @pytest.mark.timeout(1200)
 def test_ten_thousand_transfers_leave_nothing_behind(new_pair: MakePair) -> None:
     require_flat(new_pair(SMALL), 10_000)
+
+
+def test_a_thousand_grants_without_a_prefill_are_forgotten(new_pair: MakePair) -> None:
+    """Of requests whose prefill leg was lost on the way: P remembers nothing of them."""
+    pair = new_pair(SMALL, grant_ttl_s=0.5)
+    consumer = pair.consumer
+    grown = []
+    for round_ in range(3):
+        grants: list[dict[str, Any]] = [
+            {
+                "ticket": consumer.ticket(),
+                "transfer_id": f"lost {round_} {index}",
+                "fingerprint": FINGERPRINT,
+                "attempt": 1000 * round_ + index + 1,
+                "sessions": consumer.sessions,
+                "span": (0, TOKENS),
+                "blocks": [(0, IDS)],
+                "deadline_s": 60.0,
+            }
+            for index in range(1000)
+        ]
+        consumer.call("grant_many", grants=grants)
+        events = consumer.wait_all([grant["ticket"] for grant in grants])
+        assert {(event.kind, event.reason) for event in events} == {
+            ("receive_failed", "grant_expired")
+        }
+        pair.idle()
+        consumer.call("forget_events")
+        grown.append(pair.producer.resources()["resident_bytes"])
+    assert grown[2] - grown[1] < SLACK_BYTES + 1000 * BYTES_PER_TRANSFER
+
+
+def test_the_callers_thread_does_none_of_the_work(new_pair: MakePair) -> None:
+    """18,880 scattered descriptors are the native thread's to post."""
+    pair = new_pair(Layout(layers=32, blocks=2048, element_bytes=16))
+    tokens = 590 * 16
+    draw = random.Random(1)
+    source, target = (draw.sample(range(2048), 590) for _ in range(2))
+    grant = pair.consumer.grant("many", target, tokens)
+    pair.producer.wait_counters(served_live=1)
+    ticket = pair.producer.ticket()
+    callers, whole = pair.producer.call(
+        "cost_of_offer",
+        limit_s=30.0,
+        ticket=ticket,
+        transfer_id="many",
+        fingerprint=FINGERPRINT,
+        new_blocks=[(0, source)],
+        watermark=tokens,
+        final=True,
+    )
+    assert pair.consumer.wait(grant).kind == "received"
+    assert pair.producer.wait(ticket).descriptors > 18_000
+    assert callers < 0.1 * whole, (callers, whole)

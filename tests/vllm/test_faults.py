@@ -8,6 +8,7 @@ is written late hits somebody.
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -83,11 +84,10 @@ def test_an_engine_is_killed_in_mid_load(pair: Pair, side: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_engine_is_killed_twenty_times(pair: Pair, side: str) -> None:
-    for seed in range(20):
-        crash(pair, Load(pair, seed=100 + seed), side, random.Random(seed))
+def test_an_engine_is_killed_twenty_times(pair: Pair, side: str, seed: int) -> None:
+    crash(pair, Load(pair, seed=100 + seed), side, random.Random(seed))
 
 
 def fill_decode(pair: Pair, load: Load, prefix: str) -> list[str]:
@@ -128,5 +128,30 @@ def test_a_prefill_engine_stops_for_longer_than_every_time_out(pair: Pair) -> No
     load.one_that_must_work(END_LIMIT_S)
     load.run(IN_FLIGHT)
     pair.drain(END_LIMIT_S)
+    wait_at_rest(pair)
+    require_right_stamps(pair)
+
+
+def test_a_prefill_engine_that_is_told_to_end_tells_the_decode_engine(pair: Pair) -> None:
+    load = Load(pair, seed=3)
+    load.run(2 * IN_FLIGHT, abort_chance=0.0)
+    assert pair.prefill is not None
+    told = pair.prefill
+    mark = pair.decode.log.stat().st_size
+    waiting = [request for request in pair.live.values() if not request.decode_reason]
+    assert waiting
+    assert pair.terminate(told, END_LIMIT_S) == 0
+    pair.drain(END_LIMIT_S)
+    wait_at_rest(pair)
+    # Nobody had to wait for a time-out: what could not be handed over any more was said so.
+    log = pair.decode.log.read_bytes()[mark:].decode()
+    reasons = re.findall(r"did not get its KV from \S+: (\w+)", log)
+    assert reasons
+    assert set(reasons) <= {"producer_aborted", "shutdown", "peer_lost", "peer_unreachable"}
+    assert "it said goodbye" in log
+    assert "it was silent" not in log
+    require_right_stamps(pair)
+    pair.restart(told)
+    load.one_that_must_work(END_LIMIT_S)
     wait_at_rest(pair)
     require_right_stamps(pair)

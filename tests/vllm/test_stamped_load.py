@@ -48,7 +48,9 @@ def require_clean_load(pair: Pair, seed: int, count: int) -> None:
         return int(after[side][name]) - int(before[side][name])
 
     after = pair.report()
-    received = [r["decode"]["connector"]["workers"][0]["transfers_received"] for r in (before, after)]
+    received = [
+        r["decode"]["connector"]["workers"][0]["transfers_received"] for r in (before, after)
+    ]
     assert received[1] - received[0] > count / 2
     assert load.aborted
     assert load.retries

@@ -86,6 +86,15 @@ def test_a_prefix_hit_leaves_only_the_tail(side: SchedulerSide) -> None:
     assert grant.blocks == ((2, [13]),)
 
 
+def test_slots_beyond_the_prompt_are_not_granted(side: SchedulerSide) -> None:
+    request = make_request(params=consume())
+    external, _ = side.matched_tokens(request, 0)
+    # As with speculative decoding, which allocates blocks for what it looks ahead.
+    side.allocated(request, lambda: [[11, 12, 13, 14, 15]], external)
+    (grant,) = side.take_orders().grants
+    assert (grant.end_token, grant.blocks) == (39, ((0, [11, 12, 13]),))
+
+
 @pytest.mark.parametrize(("tokens", "computed"), [(33, 32), (1, 0), (17, 16)])
 def test_a_full_hit_tells_that_nothing_is_needed(
     side: SchedulerSide, tokens: int, computed: int
