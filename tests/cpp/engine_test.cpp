@@ -170,6 +170,25 @@ TEST_F(EngineTest, HandleThatFailsFailsBothSidesAtOnce) {
   ranks.resize(2);  // before their fabric
 }
 
+TEST_F(EngineTest, NotDrainedWhileAHandleIsInFlight) {
+  sim::FabricFaults faults = lenient();
+  faults.stuck_per_mille = 1'000;
+  sim::SimFabric stuck(queue, sim::Random(2), faults);
+  auto [a, b] = add_two(stuck);
+  meet(b, a);
+  a.offer(6, key_of("r"), {1});
+  b.grant(5, 100, key_of("r"), {4}, {50});
+  pass(10 * kMillisecond);
+  EXPECT_EQ(a.engine->counters().handles_in_flight, 1U);
+  a.engine->handle(ShutdownCommand{});
+  pass(kSecond);
+  EXPECT_FALSE(a.engine->drained());  // else it would promise that it writes no more
+  EXPECT_TRUE(a.take<EndAction>().empty());
+  pass(60 * kSecond, &b);  // B is lost, and with it the handle
+  EXPECT_TRUE(a.engine->drained());
+  ranks.resize(2);  // before their fabric
+}
+
 TEST_F(EngineTest, GrantToAStrangerFailsAtOnce) {
   d.grant(5, 100, key_of("r"), {4}, {10});
   d.tick();

@@ -86,6 +86,17 @@ def test_a_prefix_hit_leaves_only_the_tail(side: SchedulerSide) -> None:
     assert grant.blocks == ((2, [13]),)
 
 
+def test_a_prefix_hit_does_not_trim_a_state() -> None:
+    groups = (GroupShape(BLOCK), GroupShape(BLOCK, state=True))
+    side = SchedulerSide(scheduler_facts(groups=groups))
+    request = make_request(params=consume())
+    external, _ = side.matched_tokens(request, 2 * BLOCK)
+    side.allocated(request, lambda: [[11, 12, 13], [7]], external)
+    (grant,) = side.take_orders().grants
+    assert grant.begin_token == 2 * BLOCK
+    assert grant.blocks == ((2, [13]), (0, [7]))
+
+
 def test_slots_beyond_the_prompt_are_not_granted(side: SchedulerSide) -> None:
     request = make_request(params=consume())
     external, _ = side.matched_tokens(request, 0)
