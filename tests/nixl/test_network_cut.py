@@ -65,7 +65,7 @@ def meet_again(pair: Pair) -> None:
                 raise
 
 
-def test_a_cut_in_mid_transfer(apart: Pair) -> None:
+def cut_after(apart: Pair, posts: int) -> None:
     start(apart, **QUICK, **SMALL_POSTS)
     producer, consumer = apart.producer, apart.consumer
     producer.fill(1, LONG_IDS, LONG_TOKENS)
@@ -74,7 +74,7 @@ def test_a_cut_in_mid_transfer(apart: Pair) -> None:
     offer = producer.offer("cut", LONG_IDS, LONG_TOKENS)
     producer.wait_counters(offers_live=1)
     grant = consumer.grant("cut", LONG_IDS, LONG_TOKENS)
-    producer.wait_counters(writes_posted=20)
+    producer.wait_counters(writes_posted=posts)
     cut(apart)
     event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=LIMIT_S)
     assert (event.kind, event.reason) == ("receive_failed", "peer_lost")
@@ -87,3 +87,13 @@ def test_a_cut_in_mid_transfer(apart: Pair) -> None:
     meet_again(apart)
     assert consumer.wrong_bytes() == 0, "written after the consumer had given up on it"
     assert_works(apart)
+
+
+def test_a_cut_in_mid_transfer(apart: Pair) -> None:
+    cut_after(apart, 20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("posts", [1, 2, 5, 10, 50, 100, 200, 400, 700, 1000])
+def test_a_cut_at_other_moments(apart: Pair, posts: int) -> None:
+    cut_after(apart, posts)

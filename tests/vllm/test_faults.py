@@ -99,8 +99,8 @@ def fill_decode(pair: Pair, load: Load, prefix: str) -> list[str]:
     return names
 
 
-def test_a_prefill_engine_stops_for_longer_than_every_time_out(pair: Pair) -> None:
-    load = Load(pair, seed=2)
+def stop_and_go_on(pair: Pair, seed: int) -> None:
+    load = Load(pair, seed)
     load.run(2 * IN_FLIGHT, abort_chance=0.0)
     assert pair.prefill is not None
     stopped = pair.prefill
@@ -132,8 +132,18 @@ def test_a_prefill_engine_stops_for_longer_than_every_time_out(pair: Pair) -> No
     require_right_stamps(pair)
 
 
-def test_a_prefill_engine_that_is_told_to_end_tells_the_decode_engine(pair: Pair) -> None:
-    load = Load(pair, seed=3)
+def test_a_prefill_engine_stops_for_longer_than_every_time_out(pair: Pair) -> None:
+    stop_and_go_on(pair, seed=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(200, 205))
+def test_a_prefill_engine_stops_again_and_again(pair: Pair, seed: int) -> None:
+    stop_and_go_on(pair, seed)
+
+
+def tell_to_end(pair: Pair, seed: int) -> None:
+    load = Load(pair, seed)
     load.run(2 * IN_FLIGHT, abort_chance=0.0)
     assert pair.prefill is not None
     told = pair.prefill
@@ -155,3 +165,13 @@ def test_a_prefill_engine_that_is_told_to_end_tells_the_decode_engine(pair: Pair
     load.one_that_must_work(END_LIMIT_S)
     wait_at_rest(pair)
     require_right_stamps(pair)
+
+
+def test_a_prefill_engine_that_is_told_to_end_tells_the_decode_engine(pair: Pair) -> None:
+    tell_to_end(pair, seed=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(300, 305))
+def test_a_prefill_engine_is_told_to_end_again_and_again(pair: Pair, seed: int) -> None:
+    tell_to_end(pair, seed)
