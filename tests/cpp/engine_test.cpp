@@ -1,6 +1,9 @@
 // Engines with each other, over a fabric without faults: what the parts make together.
 #include "engine.h"
 
+#include <algorithm>
+#include <utility>
+
 #include <gtest/gtest.h>
 
 #include "support/script.h"
