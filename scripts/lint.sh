@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All linters, each to its end, so that one run shows everything. LINT_ONLY="ruff mypy" picks some.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-2}
 failed=()
 
@@ -38,6 +38,8 @@ stubtest() {
     --allowlist scripts/stubtest_allowlist.txt
 }
 
+shell_check() { files '*.sh' | xargs -0r shellcheck -x; }
+
 # Nothing in the repository may lead to one machine's folders or depend on one package registry.
 no_places() {
   local registries='pypi\.org|pythonhosted\.org|registry\.npmjs\.org|deb\.debian\.org|proxy\.golang\.org'
@@ -51,6 +53,7 @@ check ruff-format ruff format --check .
 check mypy mypy
 check stubtest stubtest
 check clang-format clang_format
+check shellcheck shell_check
 check places no_places
 check clang-tidy clang_tidy
 

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# serve_pd.sh: starts one server of a prefill/decode pair, or the proxy in front of it
+#
+#   ROLE=prefill MODE=kvpush-push PREFILL_IP=10.0.0.1 DECODE_IP=10.0.0.2 bench/sweep/serve_pd.sh
+#
+# Run it on the host of that server; it returns when the server is healthy, which goes on running.
+# cleanup.sh ends it. Every server of a pair needs the same MODE and the same addresses.
+#
+# needed:
+#   ROLE               prefill, decode or proxy
+#   MODE               stock-pull, stock-push or kvpush-push
+#   PREFILL_IP         the prefill server's address, as the decode server reaches it
+#   DECODE_IP          the decode server's address
+# optional:
+#   MODEL              Qwen/Qwen3-32B
+#   TP                 tensor-parallel size, 8
+#   PYTHON             the interpreter with vLLM and kvpush, python3
+#   PREFILL_PORT       8100          DECODE_PORT        8200      PROXY_PORT  8000
+#   PREFILL_SIDE_PORT  5600          DECODE_SIDE_PORT   5700      NIXL's side channels
+#   VLLM_ARGS          more arguments for both servers, e.g. "--block-size 64"
+#   KV_EXTRA           kv_connector_extra_config, as JSON, {}
+#   RUN_DIR            process ids and logs, build/sweep in the repository
+#   START_LIMIT_S      longest wait for a healthy server, 1800
+#
+# The decode server runs without prefix caching: each of its prompts comes over the wire.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+case ${1:-} in
+  -h | --help) show_help "$0" && exit 0 ;;
+  "") ;;
+  *) die "takes no arguments, but '$1' was given; settings are variables (--help)" ;;
+esac
+need_one_of ROLE prefill decode proxy
+need_one_of MODE "${MODES[@]}"
+need PREFILL_IP "the prefill server's address, as the decode server reaches it"
+need DECODE_IP "the decode server's address"
+need_count TP
+for name in PREFILL_PORT DECODE_PORT PROXY_PORT PREFILL_SIDE_PORT DECODE_SIDE_PORT; do
+  need_port "$name"
+done
+
+# The stock push connector's decode leg has to name the prefill engine.
+prefill_id=prefill-$PREFILL_IP-$PREFILL_PORT
+
+transfer_config() {
+  local role=$1 id=$2 name module=
+  case $MODE in
+    stock-pull) name=NixlConnector ;;
+    stock-push) name=NixlPushConnector ;;
+    kvpush-push) name=KvPushConnector module=kvpush.vllm ;;
+  esac
+  "$PYTHON" - "$name" "$module" "$role" "$id" "${KV_EXTRA:-{\}}" <<'PYTHON'
+import json
+import sys
+
+name, module, role, engine_id, extra = sys.argv[1:]
+try:
+    config = {
+        "kv_connector": name,
+        "kv_role": role,
+        "engine_id": engine_id,
+        "kv_connector_extra_config": json.loads(extra),
+    }
+except ValueError as error:
+    sys.exit(f"KV_EXTRA is not JSON: {error}: {extra}")
+if module:
+    config["kv_connector_module_path"] = module
+print(json.dumps(config))
+PYTHON
+}
+
+serve() {
+  local address=$1 port=$2 side_port=$3 role=$4 id=$5 config more=()
+  config=$(transfer_config "$role" "$id") || die "no connector configuration"
+  read -r -a more <<<"${VLLM_ARGS:-}"
+  [[ $ROLE == prefill ]] || more+=(--no-enable-prefix-caching)
+  export VLLM_NIXL_SIDE_CHANNEL_HOST=$address VLLM_NIXL_SIDE_CHANNEL_PORT=$side_port
+  # Where a host has several, the one that the peer is told.
+  start_group "$ROLE" "$log" "$PYTHON" -m vllm.entrypoints.openai.api_server \
+    --model "$MODEL" --host "$address" --port "$port" --tensor-parallel-size "$TP" \
+    --no-enable-log-requests --kv-transfer-config "$config" "${more[@]}"
+  wait_healthy "$ROLE" "http://$address:$port" "$log"
+}
+
+proxy() {
+  local prefill=http://$PREFILL_IP:$PREFILL_PORT decode=http://$DECODE_IP:$DECODE_PORT
+  local command=("$PYTHON" -m)
+  export PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH}
+  if [[ $MODE == kvpush-* ]]; then
+    command+=(kvpush proxy --prefill "$prefill,kv=$PREFILL_IP:$PREFILL_SIDE_PORT")
+  else
+    command+=(bench.sweep.stock_proxy "--legs" "${MODE#stock-}" --prefill "$prefill"
+      --side-channel "$PREFILL_IP:$PREFILL_SIDE_PORT" --engine-id "$prefill_id" --tp "$TP")
+  fi
+  start_group proxy "$log" "${command[@]}" --decode "$decode" --port "$PROXY_PORT"
+  wait_healthy proxy "http://127.0.0.1:$PROXY_PORT" "$log"
+}
+
+log=$RUN_DIR/$ROLE.log
+case $ROLE in
+  prefill) serve "$PREFILL_IP" "$PREFILL_PORT" "$PREFILL_SIDE_PORT" kv_producer "$prefill_id" ;;
+  decode)
+    serve "$DECODE_IP" "$DECODE_PORT" "$DECODE_SIDE_PORT" kv_consumer \
+      "decode-$DECODE_IP-$DECODE_PORT"
+    ;;
+  proxy) proxy ;;
+esac
+echo "$ROLE ($MODE): healthy; its log: $log"

@@ -1,0 +1,175 @@
+"""The sweep's scripts, as far as they go without servers: help, refusals, reading of results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from bench.sweep.plot import read
+from bench.sweep.serving_benchmark import check
+from bench.sweep.stock_proxy import Proxy, Stock
+
+SWEEP = Path(__file__).resolve().parents[3] / "bench" / "sweep"
+SETTINGS = {"MODE": "kvpush-push", "PREFILL_IP": "127.0.0.1", "DECODE_IP": "127.0.0.1"}
+
+
+def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SWEEP / script, *arguments],
+        env={"PATH": os.environ["PATH"], "PYTHON": sys.executable} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", ["serve_pd.sh", "run_sweep.sh", "cleanup.sh"])
+def test_help_explains_the_variables(script: str) -> None:
+    shown = run(script, "--help")
+    assert shown.returncode == 0
+    assert "optional:" in shown.stdout
+    assert "#" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "said"),
+    [
+        ("serve_pd.sh", {}, "ROLE is not set"),
+        ("serve_pd.sh", {"ROLE": "both"}, "ROLE is 'both': it must be one of: prefill decode"),
+        ("serve_pd.sh", {"ROLE": "decode"}, "MODE is not set"),
+        ("serve_pd.sh", {"ROLE": "decode", "MODE": "push"}, "MODE is 'push': it must be one of"),
+        ("serve_pd.sh", {"ROLE": "decode", "MODE": "stock-pull"}, "PREFILL_IP is not set"),
+        ("serve_pd.sh", {"ROLE": "decode", **SETTINGS, "TP": "0"}, "TP is '0'"),
+        ("serve_pd.sh", {"ROLE": "proxy", **SETTINGS, "PROXY_PORT": "70000"}, "PROXY_PORT is"),
+        ("run_sweep.sh", {}, "MODE is not set"),
+        ("run_sweep.sh", {**SETTINGS, "QPS_LIST": "1 fast"}, "QPS_LIST has 'fast'"),
+        ("run_sweep.sh", {**SETTINGS, "INPUT_LENS": ""}, "INPUT_LENS is not set"),
+        ("run_sweep.sh", {**SETTINGS, "ITERATIONS": "1.5"}, "ITERATIONS is '1.5'"),
+        ("cleanup.sh", {}, "say what to end"),
+    ],
+)
+def test_bad_settings_are_named(script: str, variables: dict[str, str], said: str) -> None:
+    refused = run(script, **variables)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+
+
+def test_a_sweep_takes_no_arguments() -> None:
+    refused = run("run_sweep.sh", "--qps", "3", **SETTINGS)
+    assert refused.returncode == 2
+    assert "--qps" in refused.stderr
+
+
+def test_a_server_that_ends_while_starting_is_an_error(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(
+        f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\necho no vLLM; exit 1\n'
+    )
+    fake.chmod(0o755)
+    failed = run("serve_pd.sh", **SETTINGS, ROLE="decode", PYTHON=str(fake), RUN_DIR=str(tmp_path))
+    assert failed.returncode == 2
+    assert "no vLLM" in failed.stderr
+    assert "decode ended while starting" in failed.stderr
+    assert not (tmp_path / "decode.pid").exists()
+
+
+def test_cleanup_ends_the_whole_group(tmp_path: Path) -> None:
+    group = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
+    (tmp_path / "proxy.pid").write_text(str(group.pid))
+    try:
+        # Reaped here, as nothing else does, so that the script sees the group gone.
+        ending = subprocess.Popen(
+            [SWEEP / "cleanup.sh", "proxy"], env={**os.environ, "RUN_DIR": str(tmp_path)}
+        )
+        assert group.wait(60) < 0
+        assert ending.wait(60) == 0
+    finally:
+        group.kill()
+    assert not (tmp_path / "proxy.pid").exists()
+
+
+def write_result(folder: Path, name: str, **values: Any) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(values))
+
+
+def test_results_are_grouped_for_the_chart(tmp_path: Path) -> None:
+    write_result(tmp_path, "stock-pull_qps2_in1024_out8_iter0", median_ttft_ms=5.0)
+    write_result(tmp_path, "stock-pull_qps2_in1024_out8_iter1", median_ttft_ms=7.0)
+    write_result(tmp_path, "kvpush-push_qps0.5_in1024_out8_iter0", median_ttft_ms=3.0)
+    write_result(tmp_path, "kvpush-push_qps2_in4096_out8_iter0", median_ttft_ms=4.0)
+    write_result(tmp_path, "something else", median_ttft_ms=1.0)
+    assert read(tmp_path, "ttft", "median") == {
+        (1024, 8): {"stock-pull": {2.0: [5.0, 7.0]}, "kvpush-push": {0.5: [3.0]}},
+        (4096, 8): {"kvpush-push": {2.0: [4.0]}},
+    }
+    with pytest.raises(ValueError, match="no usable p99_tpot_ms"):
+        read(tmp_path, "tpot", "p99")
+
+
+def test_a_result_with_failed_requests_is_none(tmp_path: Path) -> None:
+    write_result(tmp_path, "all", completed=3, num_prompts=3)
+    check(tmp_path / "all.json")
+    write_result(tmp_path, "some", completed=2, num_prompts=3)
+    with pytest.raises(ValueError, match="1 of 3 requests failed"):
+        check(tmp_path / "some.json")
+
+
+class Server:
+    """A prefill or decode server that notes what it is asked."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.asked: list[tuple[dict[str, Any], str]] = []
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        self.server = TestServer(app)
+        self._answer = answer
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        self.asked.append((await request.json(), request.headers["X-Request-Id"]))
+        return web.json_response(self._answer)
+
+
+async def through_stock_proxy(legs: str) -> tuple[Server, Server, dict[str, Any]]:
+    prefill = Server({"kv_transfer_params": {"remote_block_ids": [4, 5]}})
+    decode = Server({"text": "hello"})
+    async with prefill.server, decode.server:
+        first, second = (
+            str(server.server.make_url("")).rstrip("/") for server in (prefill, decode)
+        )
+        stock = Stock(legs, first, second, "10.0.0.1", 5600, "prefill-id", 8)
+        body = {"prompt": "hi", "max_tokens": 9, "stream": True, "stream_options": {}}
+        async with (
+            TestServer(Proxy(stock).application()) as proxy,
+            ClientSession() as session,
+            session.post(proxy.make_url("/v1/completions"), json=body) as answer,
+        ):
+            return prefill, decode, await answer.json()
+
+
+@pytest.mark.parametrize("legs", ["pull", "push"])
+def test_the_stock_proxy_sends_both_legs(legs: str) -> None:
+    prefill, decode, answer = asyncio.run(through_stock_proxy(legs))
+    assert answer == {"text": "hello"}
+    ((first, first_id),) = prefill.asked
+    ((second, second_id),) = decode.asked
+    assert first_id == second_id
+    assert (first["max_tokens"], first["stream"]) == (1, False)
+    assert "stream_options" not in first
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert (second["max_tokens"], second["stream"]) == (9, True)
+    if legs == "pull":
+        assert second["kv_transfer_params"] == {"remote_block_ids": [4, 5]}
+    else:
+        wanted = {"remote_engine_id": "prefill-id", "tp_size": 8, "remote_port": 5600}
+        assert wanted.items() <= second["kv_transfer_params"].items()
+        assert second["kv_transfer_params"]["remote_request_id"] == first_id
