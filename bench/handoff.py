@@ -1,10 +1,12 @@
-"""How long a ready request waits before its KV has moved: the native thread beside a Python writer.
+"""How long a ready request waits before its KV moves: the native thread beside a Python writer.
 
 ``python -m bench.handoff`` runs two processes over host memory and real NIXL. The prefill side's
-main thread hands over a request and then either sleeps or computes in pure Python, as an engine's
-main thread does between two steps. The decode side watches the last byte of its blocks. Compared
-are kvpush's engine and a writer that works as the stock push connector's does: a Python thread
-that waits on an event and posts with NIXL's Python API from prepared descriptor lists.
+main thread hands over a request whose blocks on the decode side it knows, and then either sleeps or
+computes in pure Python, as an engine's main thread does between two steps. From that moment on
+it is measured until the first call to post begins, until the last one has returned, and until the
+last byte is there, which the decode side watches. Compared are kvpush's engine and a writer that
+works as the stock push connector's does: a Python thread that waits on an event and posts with
+NIXL's Python API from prepared descriptor lists.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import typer
@@ -32,6 +34,9 @@ console = Console(stderr=True)
 
 KINDS = ("kvpush", "python-writer")
 MAINS = ("sleeping", "spinning")
+# From the moment both sides' blocks are known to: the first call to post, the last one's return,
+# the last byte's arrival.
+STAGES = ("begun", "posted", "arrived")
 
 _LIMIT_S = 30.0
 # Longer than the slowest hand-over seen (about 50 ms), so that all of it happens while it lasts.
@@ -63,6 +68,7 @@ class HandoffRank(Rank):
         self._remote = self._nixl.prep_xfer_dlist(peer, self._all_blocks(address), "DRAM")
         self._inbox: queue.Queue[tuple[list[int], list[int]]] = queue.Queue()
         self._wake = threading.Event()
+        self._posted: queue.Queue[tuple[int, int]] = queue.Queue()
         threading.Thread(target=self._write_loop, name="writer", daemon=True).start()
 
     def address(self) -> int:
@@ -84,6 +90,7 @@ class HandoffRank(Rank):
                     local_ids, remote_ids = self._inbox.get_nowait()
                 except queue.Empty:
                     break
+                begun = time.monotonic_ns()
                 handle = self._nixl.make_prepped_xfer(
                     "WRITE",
                     self._local,
@@ -93,6 +100,7 @@ class HandoffRank(Rank):
                     notif_msg=b"written",
                 )
                 self._nixl.transfer(handle)
+                self._posted.put((begun, time.monotonic_ns()))
                 handles.append(handle)
             for handle in [h for h in handles if self._nixl.check_xfer_state(h) == "DONE"]:
                 self._nixl.release_xfer_handle(handle)
@@ -122,10 +130,13 @@ class HandoffRank(Rank):
                 raise TimeoutError("the grant was not answered")
             time.sleep(_SETTLE_S)
 
-    def hand_over(self, kind: str, main: str, ticket: int, case: Case) -> int:
-        """Hand over one request, then sleep or spin. Returns when it was known, in ns."""
+    def hand_over(self, kind: str, main: str, ticket: int, case: Case) -> tuple[int, int, int]:
+        """Hand over one request, then sleep or spin.
+
+        Returns when it was known, when posting began and when it had ended, in ns.
+        """
         ids = case.producer_ids(self._geometry)
-        known = time.perf_counter_ns()
+        known = time.monotonic_ns()
         if kind == "kvpush":
             self._running().offer(
                 ticket, f"handoff-{ticket}", _FINGERPRINT, [(0, ids)], case.tokens, True
@@ -137,21 +148,22 @@ class HandoffRank(Rank):
             time.sleep(_HOLD_S)
         else:
             _spin(known + int(_HOLD_S * 1e9))
-        self._running().poll()
-        if kind != "kvpush":
-            self._wake.set()  # as each step of an engine does: ended transfers are released
-        return known
+        if kind == "kvpush":
+            event = self._await(ticket, "sent", _LIMIT_S)
+            return known, event.first_post_ns, event.last_post_ns
+        self._wake.set()  # as each step of an engine does: ended transfers are released
+        return known, *self._posted.get(timeout=_LIMIT_S)
 
     def watch(self, case: Case) -> int:
         """Wait for the last byte of the request's last block. Returns when it came, in ns."""
         geometry = self._geometry
         block = (geometry.layers - 1) * geometry.pool_blocks + case.consumer_ids(geometry)[-1]
         place = (block + 1) * geometry.block_bytes - 1
-        memory, limit = self._memory, time.perf_counter_ns() + int(_LIMIT_S * 1e9)
+        memory, limit = self._memory, time.monotonic_ns() + int(_LIMIT_S * 1e9)
         while memory[place] == POISON:
-            if time.perf_counter_ns() > limit:
+            if time.monotonic_ns() > limit:
                 raise TimeoutError("nothing arrived")
-        return time.perf_counter_ns()
+        return time.monotonic_ns()
 
     def clean(self, case: Case) -> None:
         """Make the watched byte ready, and forget the engine's events."""
@@ -169,7 +181,7 @@ class HandoffRank(Rank):
 
 def _spin(until_ns: int) -> None:
     count = 0
-    while time.perf_counter_ns() < until_ns:
+    while time.monotonic_ns() < until_ns:
         count += 1
 
 
@@ -196,8 +208,8 @@ class Bench:
         producer.call("meet_writer", _LIMIT_S, metadata=theirs, address=address)
         producer.call("mark", _LIMIT_S, case=case)
 
-    def once(self, kind: str, main: str) -> float:
-        """Microseconds from known to there."""
+    def once(self, kind: str, main: str) -> dict[str, float]:
+        """Microseconds from known to each stage."""
         self._ticket += 1
         case, ticket = self._case, self._ticket
         self._consumer.call("clean", _LIMIT_S, case=case)
@@ -207,14 +219,22 @@ class Bench:
         time.sleep(_SETTLE_S)  # the watcher runs before anything is handed over
         self._producer.send("hand_over", kind=kind, main=main, ticket=ticket, case=case)
         arrived = self._consumer.receive("watch", _LIMIT_S)
-        known = self._producer.receive("hand_over", _LIMIT_S)
-        return float(arrived - known) / 1e3
+        known, begun, posted = self._producer.receive("hand_over", _LIMIT_S)
+        return {
+            "begun": (begun - known) / 1e3,
+            "posted": (posted - known) / 1e3,
+            "arrived": (arrived - known) / 1e3,
+        }
 
 
-def run(geometry: Geometry, case: Case, count: int) -> dict[str, dict[str, list[float]]]:
-    """Samples by kind and by what the main thread does; the combinations take turns."""
+Samples: TypeAlias = dict[str, dict[str, list[dict[str, float]]]]
+"""By kind and by what the main thread does."""
+
+
+def run(geometry: Geometry, case: Case, count: int) -> Samples:
+    """Microseconds; the combinations take turns."""
     library = str(find_library())
-    found: dict[str, dict[str, list[float]]] = {k: {m: [] for m in MAINS} for k in KINDS}
+    found: Samples = {kind: {main: [] for main in MAINS} for kind in KINDS}
     with (
         Child("producer", child_main, "producer", library, "UCX", "") as producer,
         Child("consumer", child_main, "consumer", library, "UCX", "") as consumer,
@@ -232,16 +252,20 @@ def run(geometry: Geometry, case: Case, count: int) -> dict[str, dict[str, list[
     return found
 
 
-def summarize(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def summarize(found: Samples) -> list[dict[str, Any]]:
     """Percentiles in microseconds, and ours as a ratio."""
     rows = []
     for main in MAINS:
-        row: dict[str, Any] = {"main_thread": main}
-        for percent in (50, 99):
-            values = {kind: float(np.percentile(found[kind][main], percent)) for kind in KINDS}
-            row |= {f"{kind}_p{percent}_us": value for kind, value in values.items()}
-            row[f"ratio_p{percent}"] = values["kvpush"] / values["python-writer"]
-        rows.append(row)
+        for stage in STAGES:
+            row: dict[str, Any] = {"main_thread": main, "stage": stage}
+            for percent in (50, 99):
+                values = {
+                    kind: float(np.percentile([s[stage] for s in found[kind][main]], percent))
+                    for kind in KINDS
+                }
+                row |= {f"{kind}_p{percent}_us": value for kind, value in values.items()}
+                row[f"ratio_p{percent}"] = values["kvpush"] / values["python-writer"]
+            rows.append(row)
     return rows
 
 
@@ -263,24 +287,18 @@ def main(
     if as_json:
         print(json.dumps({"layers": layers, "blocks": blocks, "count": count, "rows": rows}))
         return
-    table = Table(title=f"From known to there, {layers * blocks} descriptors (us)")
-    for title in (
-        "main thread",
-        "kvpush p50",
-        "p99",
-        "Python writer p50",
-        "p99",
-        "ratio p50",
-        "p99",
-    ):
+    table = Table(title=f"From known to each stage, {layers * blocks} descriptors (us)")
+    titles = ("kvpush p50", "p99", "Python writer p50", "p99", "ratio p50", "p99")
+    for title in ("main thread", "stage", *titles):
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(
             row["main_thread"],
+            row["stage"],
             *(f"{row[f'{kind}_p{p}_us']:,.0f}" for kind in KINDS for p in (50, 99)),
             *(f"{row[f'ratio_p{p}']:.4f}" for p in (50, 99)),
         )
-    Console(width=max(100, console.width)).print(table)
+    Console(width=max(110, console.width)).print(table)
 
 
 if __name__ == "__main__":

@@ -449,6 +449,8 @@ void bind_event(py::module_& m) {
       .def_property_readonly("post_us", [=](const PyEvent& e) { return micros(e.stats.post_ns); })
       .def_property_readonly("transfer_us",
                              [=](const PyEvent& e) { return micros(e.stats.transfer_ns); })
+      .def_property_readonly("first_post_ns", [](const PyEvent& e) { return e.stats.first_post; })
+      .def_property_readonly("last_post_ns", [](const PyEvent& e) { return e.stats.last_post; })
       .def("__repr__", [](const PyEvent& e) {
         return "Event(kind='" + e.kind + "', ticket=" + std::to_string(e.ticket) + ", reason='" +
                e.reason + "', detail='" + e.detail + "')";

@@ -116,7 +116,8 @@ void Poster::post_part(Active& active) {
   }
   const Result<HandleId> handle = transport_.post(CopyDirection::kWrite, active.job.peer_name,
                                                   batch, encode_message({self_, written}));
-  active.result.stats.post_ns += clock_.now() - before;
+  active.result.stats.last_post = clock_.now();
+  active.result.stats.post_ns += active.result.stats.last_post - before;
   if (!handle.is_ok()) {
     drop_rest(active, Reason::kTransportError, handle.message());
     return;
@@ -180,6 +181,7 @@ bool Poster::poll_handles(Active& active) {
 
 void Poster::finish(Active& active, std::vector<PostEnded>& ended) {
   if (active.first_post != 0) {
+    active.result.stats.first_post = active.first_post;
     active.result.stats.transfer_ns = active.last_done - active.first_post;
   }
   ended.push_back(std::move(active.result));

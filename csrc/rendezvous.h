@@ -5,6 +5,7 @@
 // transport, clock or thread; the engine carries the actions out in order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <variant>
@@ -30,6 +31,9 @@ struct PostStats {
   std::int64_t plan_ns = 0;
   std::int64_t post_ns = 0;
   std::int64_t transfer_ns = 0;  // first post to last completion
+  // On the monotonic clock: the first call to post begins, the last one returns. 0: none was made.
+  std::int64_t first_post = 0;
+  std::int64_t last_post = 0;
 
   void add(const PostStats& other) noexcept {
     bytes += other.bytes;
@@ -38,6 +42,10 @@ struct PostStats {
     plan_ns += other.plan_ns;
     post_ns += other.post_ns;
     transfer_ns += other.transfer_ns;
+    if (first_post == 0 || (other.first_post != 0 && other.first_post < first_post)) {
+      first_post = other.first_post;
+    }
+    last_post = std::max(last_post, other.last_post);
   }
 };
 

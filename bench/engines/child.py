@@ -91,6 +91,12 @@ class InProcessEngine:
         signal.signal(signal.SIGTERM, self._on_term)
         self._timer = self._time_hooks() if settings.time_hooks else None
         self._stamper = self._stamp() if settings.model.stamp else None
+        self._stages = self._time_stages() if settings.time_stages else None
+        self._blocks: dict[str, list[int]] = {}
+        if settings.resident_cache:
+            self._touch_cache()
+        if settings.record_blocks:
+            self._record_blocks()
 
     def _follow_core(self) -> None:
         """See what vLLM's step says beside its outputs: whether the model ran.
@@ -134,6 +140,17 @@ class InProcessEngine:
         timer.wrap(get_kv_transfer_group(), "worker")
         return timer
 
+    def _time_stages(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        from bench.engines.stage_timer import StageTimer
+
+        if not has_kv_transfer_group():
+            return None
+        timer = StageTimer()
+        timer.follow(self.core.scheduler.connector, get_kv_transfer_group())
+        return timer
+
     def _stamp(self) -> Any:
         from bench.engines.model import TimedForCausalLM
         from bench.engines.stamps import Stamper
@@ -143,6 +160,22 @@ class InProcessEngine:
         stamper = Stamper(runner, layers, self.settings.model.stamp, self.settings.seed)
         TimedForCausalLM.stamper = stamper
         return stamper
+
+    def _touch_cache(self) -> None:
+        runner = self.engine.model_executor.driver_worker.worker.model_runner
+        for layer in runner.model.layers:
+            layer.kv_cache.zero_()
+
+    def _record_blocks(self) -> None:
+        """Remember which blocks a request had when it gives them back."""
+        manager = self.core.scheduler.kv_cache_manager
+        free = manager.free
+
+        def followed(request: Any) -> None:
+            self._blocks[request.request_id] = list(manager.get_block_ids(request.request_id)[0])
+            free(request)
+
+        manager.free = followed
 
     def facts(self) -> dict[str, Any]:
         """What the driver wants to know of a started engine."""
@@ -235,6 +268,9 @@ class InProcessEngine:
     def _do_reset(self) -> None:
         """Forget what was measured so far."""
         self._steps = self._model_steps = 0
+        self._blocks.clear()
+        if self._stages is not None:
+            self._stages.marks.clear()
         if self._timer is not None:
             self._timer.reset()
 
@@ -254,6 +290,8 @@ class InProcessEngine:
                     "hooks": self._timer.report() if self._timer is not None else None,
                     "stamps": self._stamper.report() if self._stamper is not None else None,
                     "connector": self._connector_stats(),
+                    "blocks": dict(self._blocks),
+                    "stages": dict(self._stages.marks) if self._stages is not None else None,
                 },
             )
         )

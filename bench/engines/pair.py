@@ -143,6 +143,7 @@ class Timeline:
 
     @property
     def ttft_s(self) -> float:
+        """From arrival to the first token."""
         return self.tokens[0] - self.arrival
 
     @property

@@ -61,6 +61,10 @@ class EngineSettings:
     max_num_seqs: int = 128
     prefix_caching: bool = False
     time_hooks: bool = False
+    # Its pages are there from the start, as an accelerator's memory is.
+    resident_cache: bool = False
+    record_blocks: bool = False
+    time_stages: bool = False
     seed: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
 

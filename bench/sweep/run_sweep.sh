@@ -17,6 +17,7 @@
 #   ITERATIONS   times each point is measured, 3
 #   NUM_PROMPTS  requests of one measurement; else as many as come in DURATION_S
 #   DURATION_S   60
+#   LIMIT_S      longest time of one measurement, which fails after it, 1800
 #   RESULTS_DIR  results
 #   PROXY_URL    a proxy that runs already, instead of one of our own
 #   BENCH_ARGS   more arguments for the benchmark, e.g. "--goodput ttft:500"
@@ -37,6 +38,7 @@ INPUT_LENS=${INPUT_LENS-1024 2048 4096 8192 16384}
 OUTPUT_LENS=${OUTPUT_LENS-128}
 ITERATIONS=${ITERATIONS-3}
 DURATION_S=${DURATION_S-60}
+LIMIT_S=${LIMIT_S-1800}
 RESULTS_DIR=${RESULTS_DIR:-results}
 need_one_of MODE "${MODES[@]}"
 need PREFILL_IP "the prefill server's address"
@@ -46,6 +48,7 @@ for name in QPS_LIST INPUT_LENS OUTPUT_LENS; do
 done
 need_count ITERATIONS
 need_count DURATION_S
+need_count LIMIT_S
 [[ -z ${NUM_PROMPTS:-} ]] || need_count NUM_PROMPTS
 
 mkdir -p "$RESULTS_DIR"
@@ -77,7 +80,8 @@ measure() {
   seed=$(printf '%s ' "$qps" "$input" "$output" "$iteration" | cksum | cut -d ' ' -f 1)
   read -r -a more <<<"${BENCH_ARGS:-}"
   echo "$name: $count requests"
-  if ! PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m bench.sweep.serving_benchmark \
+  if ! PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} timeout -k 10 "$LIMIT_S" "$PYTHON" \
+    -m bench.sweep.serving_benchmark \
     --result "$RESULTS_DIR/$name.json" -- \
     --backend openai --base-url "$PROXY_URL" --endpoint /v1/completions --model "$MODEL" \
     --dataset-name random --random-input-len "$input" --random-output-len "$output" \

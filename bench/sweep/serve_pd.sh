@@ -17,7 +17,7 @@
 #   PYTHON             the interpreter with vLLM and kvpush, python3
 #   PREFILL_PORT       8100          DECODE_PORT        8200      PROXY_PORT  8000
 #   PREFILL_SIDE_PORT  5600          DECODE_SIDE_PORT   5700      NIXL's side channels
-#   VLLM_ARGS          more arguments for both servers, e.g. "--block-size 64"
+#   SERVER_ARGS          more arguments for both servers, e.g. "--block-size 64"
 #   KV_EXTRA           kv_connector_extra_config, as JSON, {}
 #   RUN_DIR            process ids and logs, build/sweep in the repository
 #   START_LIMIT_S      longest wait for a healthy server, 1800
@@ -74,7 +74,7 @@ PYTHON
 serve() {
   local address=$1 port=$2 side_port=$3 role=$4 id=$5 config more=()
   config=$(transfer_config "$role" "$id") || die "no connector configuration"
-  read -r -a more <<<"${VLLM_ARGS:-}"
+  read -r -a more <<<"${SERVER_ARGS:-}"
   [[ $ROLE == prefill ]] || more+=(--no-enable-prefix-caching)
   export VLLM_NIXL_SIDE_CHANNEL_HOST=$address VLLM_NIXL_SIDE_CHANNEL_PORT=$side_port
   # Where a host has several, the one that the peer is told.

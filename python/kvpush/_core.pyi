@@ -241,6 +241,12 @@ class Event:
     @property
     def transfer_us(self) -> float:
         """First post to last completion, of an offer's writes."""
+    @property
+    def first_post_ns(self) -> int:
+        """When the first call to post an offer's writes began: time.monotonic_ns(); 0 if none."""
+    @property
+    def last_post_ns(self) -> int:
+        """When the last one returned; 0 if there was none."""
 
 @final
 class Engine:

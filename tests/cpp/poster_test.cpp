@@ -119,6 +119,28 @@ TEST_F(PosterTest, PartsAreCutByDescriptorsAndEachIsAnnounced) {
   EXPECT_EQ(near->counts().handles, 0U);
 }
 
+TEST_F(PosterTest, TheTimesOfTheFirstAndTheLastPostAreKept) {
+  PosterConfig config;
+  config.max_batch_descriptors = 1;
+  begin(config, {});
+  queue.run_until(kSecond);
+  poster->add(job(5, {10, 20, 30}));
+  run();  // one part each millisecond
+  ASSERT_EQ(ended.size(), 1U);
+  EXPECT_EQ(ended[0].stats.first_post, kSecond);
+  EXPECT_EQ(ended[0].stats.last_post, kSecond + 2 * kMillisecond);
+
+  PostStats sum;
+  sum.add(ended[0].stats);
+  PostStats later;
+  later.first_post = 5 * kSecond;
+  later.last_post = 6 * kSecond;
+  sum.add(later);
+  sum.add(PostStats{});  // of a serve that posted nothing
+  EXPECT_EQ(sum.first_post, kSecond);
+  EXPECT_EQ(sum.last_post, 6 * kSecond);
+}
+
 TEST_F(PosterTest, PartsAreCutByBytesAndLongRunsAreSplit) {
   PosterConfig config;
   config.max_batch_bytes = 100;

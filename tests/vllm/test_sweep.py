@@ -18,6 +18,7 @@ from bench.sweep.plot import read
 SWEEP = Path(__file__).resolve().parents[2] / "bench" / "sweep"
 
 STEP_LIMIT_S = 600
+MEASUREMENT_LIMIT_S = 150
 
 
 def environment(mode: str, model: Path, folder: Path) -> dict[str, str]:
@@ -30,12 +31,13 @@ def environment(mode: str, model: Path, folder: Path) -> dict[str, str]:
         "DECODE_IP": HOST,
         "RUN_DIR": str(folder / "run"),
         "RESULTS_DIR": str(folder / "results"),
-        "VLLM_ARGS": "--dtype float32 --enforce-eager --block-size 32 --max-model-len 1024",
+        "SERVER_ARGS": "--dtype float32 --enforce-eager --block-size 32 --max-model-len 1024",
         "QPS_LIST": "4 8",
         "INPUT_LENS": "200",
         "OUTPUT_LENS": "8",
         "ITERATIONS": "1",
         "NUM_PROMPTS": "5",
+        "LIMIT_S": str(MEASUREMENT_LIMIT_S),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -47,7 +49,7 @@ def environment(mode: str, model: Path, folder: Path) -> dict[str, str]:
             "OMP_NUM_THREADS": "1",
         }
     else:
-        variables["VLLM_ARGS"] += " --kv-cache-memory-bytes 1073741824"
+        variables["SERVER_ARGS"] += " --kv-cache-memory-bytes 1073741824"
     for name in ("PREFILL_PORT", "DECODE_PORT", "PROXY_PORT"):
         variables[name] = str(free_port())
     variables |= {"PREFILL_SIDE_PORT": str(free_port()), "DECODE_SIDE_PORT": str(free_port())}
@@ -80,7 +82,8 @@ def serving(
         for start in starts:
             start.kill()
             start.wait()
-        subprocess.run([SWEEP / "cleanup.sh", "server"], env=env, check=True, timeout=STEP_LIMIT_S)
+        for what in ("proxy", "server"):
+            subprocess.run([SWEEP / "cleanup.sh", what], env=env, check=True, timeout=STEP_LIMIT_S)
     assert not list((tmp_path / "run").glob("*.pid"))
 
 

@@ -59,8 +59,11 @@ class BareAgent:
 
     def write(self, plan: _core.CopyPlan, limit_s: float) -> tuple[float, float]:
         """One WRITE of the plan's runs. Returns seconds to prepare and from post to completion."""
+        return self.write_runs(plan.runs, limit_s)
+
+    def write_runs(self, runs: Any, limit_s: float) -> tuple[float, float]:
+        """The same of an array of runs: local address, remote address, length."""
         nixl = self._nixl
-        runs = plan.runs
         local = runs[:, [0, 2, 0]].copy()
         remote = runs[:, [1, 2, 1]].copy()
         local[:, 2] = 0
