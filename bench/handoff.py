@@ -11,6 +11,7 @@ NIXL's Python API from prepared descriptor lists.
 
 from __future__ import annotations
 
+import importlib
 import json
 import queue
 import secrets
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpush._nixl import find_library, prepare_environment
+from kvpush.selftest.bare import load_bindings
 from kvpush.selftest.cases import POISON, Case, Geometry
 from kvpush.selftest.child import Child, serve
 from kvpush.selftest.rank import Rank
@@ -50,10 +52,13 @@ class HandoffRank(Rank):
 
     def open_writer(self) -> bytes:
         """A NIXL agent over the same memory, through NIXL's Python API."""
-        from nixl._api import nixl_agent, nixl_agent_config
-
+        # Of the same distribution as the library that kvpush has opened.
+        bindings = load_bindings(self._library)
+        if bindings is None:
+            raise RuntimeError(f"NIXL's Python package beside {self._library} can't be imported")
+        api = importlib.import_module(bindings.__name__.replace("_bindings", "_api"))
         name = f"writer-{self._role}-{secrets.token_hex(8)}"
-        self._nixl: Any = nixl_agent(name, nixl_agent_config(backends=[self._backend]))
+        self._nixl: Any = api.nixl_agent(name, api.nixl_agent_config(backends=[self._backend]))
         whole = [(self._address, self._geometry.total_bytes, 0, "")]
         self._nixl.register_memory(self._nixl.get_reg_descs(whole, "DRAM"))
         return bytes(self._nixl.get_agent_metadata())
