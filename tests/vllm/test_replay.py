@@ -20,9 +20,7 @@ ENGINES = Engines(block_size=32, num_blocks=256, chunk=128)
 
 
 def serve(modes: list[str], *, stamp: str = "", rounds: int = 1) -> list[Run]:
-    model = ModelSettings(
-        layers=4, max_model_len=1024, prefill_us=1.0, step_ms=1.0, stamp=stamp
-    )
+    model = ModelSettings(layers=4, max_model_len=1024, prefill_us=1.0, step_ms=1.0, stamp=stamp)
     chosen = [MODES[name] for name in modes]
     logs: Path = fresh_logs(DEFAULT_CACHE / "test-logs")
     return list(replay(chosen, [POINT], ENGINES, model, rounds, logs, Console(stderr=True)))
