@@ -15,19 +15,18 @@ from bench.engines.pair import Mode
 from bench.engines.settings import ModelSettings
 from bench.harness.servers import fresh_logs
 from bench.harness.tiny_model import DEFAULT_CACHE
-from bench.replay.budget import budget_table, measure_budget
+from bench.replay.budget import budget_table, measure_budget, save_budget
 from bench.replay.chart import plot
 from bench.replay.load import Point
 from bench.replay.modes import MODES, mode_named
 from bench.replay.results import load, save_all, save_run
 from bench.replay.rounds import Engines, Run, replay
-from bench.replay.tables import fill, limit_table, parts, ratio_table, value_table
+from bench.replay.tables import limit_table, ratio_table, value_table
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True)
 
 RESULTS = Path("bench/results")
-PAGES = (Path("README.md"), Path("docs/performance.md"))
 IMAGES = Path("docs/images")
 
 # The KV cache holds at least this, or as many prompts as are ever in flight.
@@ -152,22 +151,25 @@ def budget(
     block: Annotated[int, typer.Option(help="tokens per KV cache block")] = 128,
     chunk: Annotated[int, typer.Option(help="most tokens of one step")] = 32768,
     extra: Annotated[str, typer.Option(help="kvpush's kv_connector_extra_config, JSON")] = "{}",
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="a file for percentiles, e.g. bench/results/budget.json")
+    ] = None,
 ) -> None:
     """Show where the time of a handoff goes, stage by stage."""
+    engines = _engines(block, chunk, 0, [prompt])
     found = measure_budget(
         _modes(modes, extra),
         Point(rate, prompt, 100, count),
-        _engines(block, chunk, 0, [prompt]),
+        engines,
         ModelSettings(),
         rounds,
         fresh_logs(DEFAULT_CACHE / "bench-logs"),
         console,
     )
-    if as_json:
-        print(json.dumps(found))
-    else:
-        Console(width=max(_TABLE_WIDTH, console.width)).print(budget_table(found))
+    if save is not None:
+        settings = {"prompt": prompt, "block": block, "chunk": min(chunk, prompt), "rate": rate}
+        save_budget(found, settings, save)
+    Console(width=max(_TABLE_WIDTH, console.width)).print(budget_table(found))
 
 
 @app.command()
@@ -185,20 +187,6 @@ def chart(
     """Draw TTFT and TPOT over load."""
     for path in plot(load(file), out):
         print(path)
-
-
-@app.command()
-def tables(
-    results: Annotated[Path, typer.Option(help="the folder of committed results")] = RESULTS,
-) -> None:
-    """Write the tables in README.md and docs/performance.md from the committed results."""
-    generated = parts(results)
-    for path in PAGES:
-        before = path.read_text()
-        after = fill(before, generated)
-        if after != before:
-            path.write_text(after)
-        print(f"{path}: {'written' if after != before else 'as it was'}")
 
 
 if __name__ == "__main__":

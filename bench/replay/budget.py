@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,18 @@ def budget_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
             cells += [f"{value:,.0f}" for value in found_us] or ["", ""]
         table.add_row(title, *cells)
     return table
+
+
+def save_budget(
+    found: Mapping[str, Mapping[str, Sequence[float]]], settings: dict[str, Any], path: Path
+) -> None:
+    """Percentiles of each mode's stages, microseconds: what can be committed."""
+    stages = {
+        mode: {
+            title: {f"p{p}": round(float(np.percentile(values, p)), 1) for p in (50, 90)}
+            for title, values in by_stage.items()
+        }
+        for mode, by_stage in found.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"settings": settings, "stages": stages}, indent=1) + "\n")

@@ -1,16 +1,14 @@
-"""Tables of a replay: on the terminal, and in the pages of the documentation."""
+"""Tables of a replay, on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from bench.replay.goals import standings
 from bench.replay.load import Point
 from bench.replay.modes import MODES, OURS
-from bench.replay.results import load, medians, points, ratio
+from bench.replay.results import medians, points, ratio
 from bench.replay.rounds import Run
 
 SHOWN = (
@@ -24,11 +22,6 @@ SHOWN = (
     ("prefill_cpu_ms", "P CPU/req"),
     ("decode_cpu_ms", "D CPU/req"),
 )
-
-STOCK = ("stock-push", "stock-pull")
-
-# Results with this name are loads that the pages have a row for.
-SCENARIOS = "scenario_*.json"
 
 
 def modes_of(runs: Sequence[Run], point: Point) -> list[str]:
@@ -94,89 +87,3 @@ def limit_table(runs: Sequence[Run]) -> Table:
                 f"{values['handoff_over_limit']:.2f}",
             )
     return table
-
-
-# --- the documentation ----------------------------------------------------------------------------
-
-
-def scenarios(folder: Path) -> list[list[Run]]:
-    """The committed results that the pages show."""
-    return [load(path) for path in sorted(folder.glob(SCENARIOS))]
-
-
-def describe(run: Run) -> str:
-    """A load in words."""
-    point, engines = run.point, run.engines
-    whole = engines.chunk >= point.prompt_tokens
-    steps = "in one step" if whole else f"in chunks of {engines.chunk:,}"
-    return (
-        f"{point.prompt_tokens:,} tokens {steps}, block {engines.block_size}, {point.rate:g} req/s"
-    )
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def stock_markdown(found: Sequence[Sequence[Run]]) -> str:
-    """Ours as a ratio of both stock connectors, a row per load."""
-    measures = (
-        ("handoff_p50_ms", "handoff"),
-        ("ttft_p50_ms", "TTFT"),
-        ("tpot_mean_ms", "TPOT"),
-        ("decode_cpu_ms", "D's CPU"),
-    )
-    header = ["kvpush push / stock"]
-    header += [
-        f"{title}, {stock.removeprefix('stock-')}" for _, title in measures for stock in STOCK
-    ]
-    rows = []
-    for runs in found:
-        for point in points(runs):
-            row = [describe(next(run for run in runs if run.point == point))]
-            for key, _ in measures:
-                for stock in STOCK:
-                    value = ratio(runs, point, key, "kvpush-push", stock)
-                    row.append("-" if value is None else f"{value:.2f}")
-            rows.append(row)
-    return _markdown(header, rows) if rows else "No results yet."
-
-
-def goals_markdown(found: Sequence[Sequence[Run]]) -> str:
-    """Every goal that was measured, and what came of it."""
-    rows = []
-    for runs in found:
-        for standing in standings(runs):
-            goal = standing.goal
-            rows.append(
-                [
-                    f"{goal.scenario.title}: {goal.what}, {goal.ours}",
-                    goal.against,
-                    f"{goal.at_most:g}",
-                    f"{standing.value:.2f}",
-                    "yes" if standing.met else "no",
-                ]
-            )
-    header = ["measure", "against", "goal, at most", "measured", "met"]
-    return _markdown(header, rows) if rows else "No results yet."
-
-
-def parts(folder: Path) -> dict[str, str]:
-    """The generated parts of the pages, by the name in their markers."""
-    found = scenarios(folder)
-    return {"replay-table": stock_markdown(found), "replay-goals": goals_markdown(found)}
-
-
-def fill(page: str, generated: Mapping[str, str]) -> str:
-    """The page with every marked part made anew. ValueError if a marker lacks its end."""
-    for name, text in generated.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        if begin not in page:
-            continue
-        head, _, rest = page.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not closed:
-            raise ValueError(f"{begin} has no {end} behind it")
-        page = f"{head}{begin}\n{text}\n{end}{tail}"
-    return page

@@ -7,14 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.replay.__main__ import PAGES, RESULTS
+from bench.pages import (
+    PAGES,
+    RESULTS,
+    budget_part,
+    fill,
+    goals_part,
+    parts,
+    selftest_part,
+    stock_part,
+)
 from bench.replay.chart import plot
 from bench.replay.goals import standings
 from bench.replay.limit import CacheShape, last_blocks, runs_of
 from bench.replay.load import Point
 from bench.replay.results import load, medians, ratio, save_all
 from bench.replay.rounds import Engines, Run
-from bench.replay.tables import fill, goals_markdown, parts, stock_markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 POINT = Point(4.0, 8000, 100, 40)
@@ -106,12 +114,12 @@ def test_the_same_results_make_the_same_charts(tmp_path: Path) -> None:
 
 
 def test_marked_parts_of_a_page_are_replaced() -> None:
-    page = "a\n<!-- replay-table -->\nold\n<!-- end of replay-table -->\nb\n"
-    filled = fill(page, {"replay-table": "| new |", "elsewhere": "x"})
+    page = "a\n<!-- measured: stock -->\nold\n<!-- end of stock -->\nb\n"
+    filled = fill(page, {"stock": "| new |", "elsewhere": "x"})
     assert filled == page.replace("old", "| new |")
-    assert fill(filled, {"replay-table": "| new |"}) == filled
+    assert fill(filled, {"stock": "| new |"}) == filled
     with pytest.raises(ValueError, match="has no"):
-        fill("<!-- replay-table -->", {"replay-table": "x"})
+        fill("<!-- measured: stock -->", {"stock": "x"})
 
 
 def test_tables_name_what_was_measured() -> None:
@@ -119,15 +127,29 @@ def test_tables_name_what_was_measured() -> None:
         run("kvpush-push", 0, handoff_p50_ms=30.0, tpot_mean_ms=1.0),
         run("stock-push", 0, handoff_p50_ms=100.0, tpot_mean_ms=1.0),
     ]
-    row = stock_markdown([runs]).splitlines()[-1].strip("| ").split(" | ")
-    assert row[0] == "8,000 tokens in chunks of 2,048, block 128, 4 req/s"
-    assert row[1:] == ["0.30", "-", "-", "-", "1.00", "-", "-", "-"]
-    assert goals_markdown([runs]).splitlines()[-1].endswith("| stock-push | 0.35 | 0.30 | yes |")
-    assert goals_markdown([]) == "No results yet."
+    row = stock_part([runs]).splitlines()[-1].strip("| ").split(" | ")
+    assert row[:2] == ["8,000 tokens in chunks of 2,048, block 128, 4 req/s", "kvpush-push"]
+    assert row[2:] == ["0.30", "-", "-", "-", "1.00", "-", "-", "-"]
+    handoff = {"rows": [{"main_thread": "spinning", "stage": "posted", "ratio_p99": 0.0213}]}
+    selftest = {"rows": [{"request": "1024 blocks", "layers": 64, "bare_ratio": 0.966}]}
+    goals = [line[2:-2].split(" | ") for line in goals_part([runs], handoff, selftest).splitlines()]
+    assert goals[2][1:] == ["stock-push", "at most 0.35", "0.30", "yes"]
+    assert goals[3][1:] == ["stock-like writer", "at most 0.02", "0.0213", "no"]
+    assert goals[4][1:] == ["bare NIXL WRITE", "at least 0.97", "0.97", "yes"]
+    assert goals_part([], None, None) == "No results yet."
+
+
+def test_a_budget_s_table_has_a_row_for_each_stage() -> None:
+    stages = {"kvpush-push": {"posting": {"p50": 12_345.0, "p90": 20.0}}, "stock-push": {}}
+    settings = {"prompt": 8000, "block": 128, "chunk": 2048, "rate": 4.0}
+    lines = budget_part({"settings": settings, "stages": stages}).splitlines()
+    assert lines[0] == "8,000 tokens, block 128, chunks of 2,048, 4 req/s (us):"
+    assert "| posting | 12,345 | 20 | - | - |" in lines
+    assert budget_part(None) == selftest_part(None) == "No results yet."
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_the_pages_have_the_tables_of_the_committed_results(page: Path) -> None:
     text = (ROOT / page).read_text()
-    assert fill(text, parts(ROOT / RESULTS)) == text, "run python -m bench.replay tables"
-    assert "<!-- replay-" in text
+    assert fill(text, parts(ROOT / RESULTS)) == text, "run python -m bench.pages"
+    assert "<!-- measured: " in text

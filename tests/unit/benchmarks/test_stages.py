@@ -1,4 +1,4 @@
-"""The marks of a handoff's stages, on objects shaped like both connectors', and what they sum to."""
+"""The marks of a handoff's stages, on objects shaped like both connectors', and their sums."""
 
 from __future__ import annotations
 
