@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -193,6 +195,7 @@ def _spin(until_ns: int) -> None:
 def child_main(connection: Connection, *arguments: Any) -> None:
     """Entry of a child process."""
     prepare_environment()
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its Python package logs to stdout
     serve(connection, HandoffRank(*arguments))
 
 
@@ -278,6 +281,9 @@ def main(
     layers: Annotated[int, typer.Option(help="layers of the KV cache")] = 64,
     blocks: Annotated[int, typer.Option(help="blocks of the request, scattered")] = 2,
     count: Annotated[int, typer.Option(help="hand-overs of each kind")] = 100,
+    save: Annotated[
+        Path | None, typer.Option(help="a file for the rows, e.g. bench/results/handoff.json")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Measure how long a ready request waits before its KV has moved."""
@@ -289,8 +295,12 @@ def main(
         consumer_order="random",
     )
     rows = summarize(run(geometry, case, count))
+    found = {"layers": layers, "blocks": blocks, "count": count, "rows": rows}
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(json.dumps(found, indent=1) + "\n")
     if as_json:
-        print(json.dumps({"layers": layers, "blocks": blocks, "count": count, "rows": rows}))
+        print(json.dumps(found))
         return
     table = Table(title=f"From known to each stage, {layers * blocks} descriptors (us)")
     titles = ("kvpush p50", "p99", "Python writer p50", "p99", "ratio p50", "p99")

@@ -6,8 +6,8 @@ bench/results; a test checks that the pages are as this makes them.
     scenario_*.json   python -m bench.replay ... --save FILE
     load.json         the same over several rates; its charts go to docs/images
     budget.json       python -m bench.replay budget --save FILE
-    handoff.json      python -m bench.handoff --json
-    selftest.json     kvpush selftest --json
+    handoff.json      python -m bench.handoff --save FILE
+    selftest.json     kvpush selftest --json >FILE
 """
 
 from __future__ import annotations

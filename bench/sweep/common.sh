@@ -100,7 +100,8 @@ wait_healthy() {
   local name=$1 url=$2 log=$3 begin=$SECONDS
   until "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
     "$url/health" >/dev/null 2>&1; do
-    if ! kill -0 -- "-$(<"$RUN_DIR/$name.pid")" 2>/dev/null; then
+    # The process itself: it becomes a group's leader only a moment after its start.
+    if ! kill -0 "$(<"$RUN_DIR/$name.pid")" 2>/dev/null; then
       tail -n 30 "$log" >&2
       rm -f "$RUN_DIR/$name.pid"
       die "$name ended while starting; its log: $log"

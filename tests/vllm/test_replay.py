@@ -33,7 +33,7 @@ def test_a_replay_measures_requests_and_the_limit() -> None:
     assert {"tpot_mean_ms", "prefill_cpu_ms", "decode_cpu_ms"} <= run.values.keys()
     assert min(run.values.values()) > 0
     # Of each layer, two blocks that may lie together.
-    assert run.values["bare_descriptors"] in (4, 8)
+    assert 4 <= run.values["bare_descriptors"] <= 8
     assert run.values["limit_ms"] > run.values["bare_write_ms"]
 
 
