@@ -15,6 +15,7 @@ OUT = Path("build/bench")
 # Shortest first.
 BENCHES: dict[str, list[str]] = {
     "selftest": ["-m", "kvpush", "selftest"],
+    "completion": ["-m", "bench.completion"],
     "handoff": ["-m", "bench.handoff"],
     "desc_prep": ["-m", "bench.desc_prep"],
     "hooks": ["-m", "bench.hooks"],
