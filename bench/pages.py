@@ -216,11 +216,20 @@ def selftest_part(selftest: Any) -> str:
     return _markdown(["request", *titles], rows)
 
 
+def charts_part(results: Path) -> str:
+    """Both charts over load, for a page in the repository's root."""
+    if not results.exists():
+        return _NOTHING
+    names = (("TTFT", "ttft"), ("TPOT", "tpot"))
+    return "\n".join(f"![{title} over load]({IMAGES}/{name}.png)" for title, name in names)
+
+
 def parts(folder: Path) -> dict[str, str]:
     """The generated parts of the pages, by the name in their markers."""
     found = [load(path) for path in sorted(folder.glob("scenario_*.json"))]
     handoff, selftest = _json(folder / "handoff.json"), _json(folder / "selftest.json")
     return {
+        "charts": charts_part(folder / "load.json"),
         "stock": stock_part(found),
         "values": values_part(found),
         "limit": limit_part(found),

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from bench.pages import (
+    IMAGES,
     PAGES,
     RESULTS,
     budget_part,
+    charts_part,
     fill,
     goals_part,
     parts,
@@ -153,3 +155,8 @@ def test_the_pages_have_the_tables_of_the_committed_results(page: Path) -> None:
     text = (ROOT / page).read_text()
     assert fill(text, parts(ROOT / RESULTS)) == text, "run python -m bench.pages"
     assert "<!-- measured: " in text
+
+
+def test_the_charts_of_committed_results_are_there() -> None:
+    wanted = charts_part(ROOT / RESULTS / "load.json").count("docs/images/")
+    assert len(list((ROOT / IMAGES).glob("*.png"))) >= wanted
