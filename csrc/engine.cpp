@@ -666,8 +666,9 @@ Activity Engine::tick() {
   if (progress || poster_.queued() != 0) {
     return Activity::kBusy;
   }
-  const bool waiting = consumer_.live() != 0 || producer_.live_serves() != 0 ||
-                       producer_.live_offers() != 0 || !connecting_.empty() || !fences_.empty();
+  // A grant without its offer waits for our own prefill: its command will wake the thread.
+  const bool waiting = consumer_.live() != 0 || producer_.live_offers() != 0 ||
+                       !connecting_.empty() || !fences_.empty();
   return waiting ? Activity::kWaiting : Activity::kIdle;
 }
 

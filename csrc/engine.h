@@ -118,7 +118,7 @@ struct EngineCounters {
 
 // How soon the loop must look again.
 enum class Activity : std::uint8_t {
-  kIdle = 0,     // nothing is live: only a message from a peer can change that
+  kIdle = 0,     // only a message can change anything, and none is urgent
   kWaiting = 1,  // something is live and waits for a peer
   kBusy = 2,     // handles are in flight, or something has just happened
 };

@@ -67,6 +67,10 @@ GOALS = (
     Goal(CHUNKED, "TTFT p50", "ttft_p50_ms", "stock-pull", 0.8),
     Goal(SHORT, "TTFT p50", "ttft_p50_ms", "stock-push", 1.0),
     Goal(SHORT, "TPOT mean", "tpot_mean_ms", "stock-push", 1.0),
+    Goal(ONE_STEP, "TTFT p50", "ttft_p50_ms", "stock-pull", 1.0, "kvpush-pull"),
+    Goal(ONE_STEP, "TPOT mean", "tpot_mean_ms", "kvpush-push", 1.0, "kvpush-pull"),
+    Goal(CHUNKED, "TTFT p50", "ttft_p50_ms", "stock-pull", 1.0, "kvpush-pull"),
+    Goal(CHUNKED, "TPOT mean", "tpot_mean_ms", "kvpush-push", 1.0, "kvpush-pull"),
 )
 
 

@@ -53,6 +53,23 @@ TEST_F(EngineTest, KvGoesFromOfferToGrant) {
   expect_at_rest(d);
 }
 
+// How closely an engine watches for messages: a grant whose offer has still to be computed can't be
+// served any sooner by looking more often, an offer whose grant is on the way can.
+TEST_F(EngineTest, OnlyWhatWaitsForAPeerIsWatchedClosely) {
+  meet(d, p);
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->tick(), Activity::kIdle);
+  EXPECT_EQ(d.engine->tick(), Activity::kIdle);
+  d.grant(5, 100, key_of("r"), {4}, {10});
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().served_live, 1U);
+  EXPECT_EQ(p.engine->tick(), Activity::kIdle);
+  EXPECT_EQ(d.engine->tick(), Activity::kWaiting);
+  p.offer(6, key_of("other"), {1});
+  pass(10 * kMillisecond);
+  EXPECT_EQ(p.engine->tick(), Activity::kWaiting);
+}
+
 TEST_F(EngineTest, RoundsThatFollowEachOtherReuseThePeer) {
   meet(d, p);
   for (Ticket round = 1; round <= 20; ++round) {
