@@ -38,6 +38,9 @@ def marks_of(ended: Sequence[Timeline], reports: Mapping[str, Any]) -> list[dict
         for side in ("prefill", "decode"):
             own = reports[side]["stages"].get(timeline.request, {})
             marks |= {k: v for k, v in own.items() if (k == "received") == (side == "decode")}
+        if "begun" in marks and "given" in marks:
+            # What was streamed before the prefill's end is no part of the handoff.
+            marks["begun"] = max(marks["begun"], marks["given"])
         found.append(marks)
     return found
 

@@ -96,3 +96,5 @@ def test_stages_join_the_marks_of_both_engines() -> None:
     assert found[STAGES[0][0]] == [2.0]
     assert found[STAGES[-1][0]] == [8.0]
     assert "posting" not in found  # no mark of its end
+    reports["prefill"]["stages"]["a"]["begun"] = 2000  # while the prefill went on
+    assert marks_of([timeline], reports)[0]["begun"] == 3000
