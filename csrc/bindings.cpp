@@ -74,6 +74,18 @@ std::vector<BlockId> block_ids_from(const py::handle& object) {
     return {array.data(), array.data() + array.size()};
   }
   std::vector<BlockId> ids;
+  if (PyList_CheckExact(object.ptr())) {  // what vLLM gives: many and often, so without casters
+    const Py_ssize_t count = PyList_GET_SIZE(object.ptr());
+    ids.reserve(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const std::int64_t id = PyLong_AsLongLong(PyList_GET_ITEM(object.ptr(), i));
+      if (id == -1 && PyErr_Occurred() != nullptr) {
+        throw py::error_already_set();
+      }
+      ids.push_back(block_id_from(id));
+    }
+    return ids;
+  }
   const auto sequence = py::reinterpret_borrow<py::sequence>(object);
   ids.reserve(sequence.size());
   for (const py::handle item : sequence) {
@@ -331,7 +343,7 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
                      double revoke_patience_s, std::uint32_t max_batch_descriptors,
                      std::uint64_t max_batch_bytes, std::uint32_t max_handles_in_flight,
                      double spin_us, double busy_poll_us, double idle_poll_us,
-                     std::uint32_t push_granularity_tokens) {
+                     std::uint32_t push_granularity_tokens, std::uint32_t min_push_tokens) {
   if (session == 0) {
     throw py::value_error("session is 0; it must be a nonzero random number");
   }
@@ -353,6 +365,7 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
   config.engine.producer.grant_ttl = seconds("grant_ttl_s", grant_ttl_s);
   config.engine.producer.retry_grace = seconds("retry_grace_s", retry_grace_s);
   config.engine.producer.granularity_tokens = push_granularity_tokens;
+  config.engine.producer.min_piece_tokens = min_push_tokens;
   config.engine.consumer.resend = seconds("resend_s", resend_s);
   config.engine.consumer.revoke_patience = seconds("revoke_patience_s", revoke_patience_s);
   config.engine.hello_resend = config.engine.consumer.resend;
@@ -377,7 +390,8 @@ void bind_config(py::module_& m) {
            "peer_timeout_s"_a = 10.0, "fence_margin_s"_a = 2.0, "resend_s"_a = 2.0,
            "revoke_patience_s"_a = 20.0, "max_batch_descriptors"_a = 1024,
            "max_batch_bytes"_a = 32U << 20, "max_handles_in_flight"_a = 64, "spin_us"_a = 50.0,
-           "busy_poll_us"_a = 20.0, "idle_poll_us"_a = 1000.0, "push_granularity_tokens"_a = 0)
+           "busy_poll_us"_a = 20.0, "idle_poll_us"_a = 1000.0, "push_granularity_tokens"_a = 0,
+           "min_push_tokens"_a = 0)
       .def_property_readonly("session", [](const PyConfig& config) { return config.self.session; })
       .def_property_readonly("engine_id",
                              [](const PyConfig& config) { return config.self.engine_id; });
@@ -543,17 +557,37 @@ class PyEngine {
   void revoke(Ticket ticket) { thread_.submit(RevokeCommand{ticket}); }
 
   void offer(Ticket ticket, const std::string& transfer_id, const py::bytes& fingerprint,
-             const py::sequence& new_blocks, std::uint32_t watermark, bool final,
-             DeviceEvent device_event) {
-    FencedOfferCommand command;
-    command.offer.ticket = ticket;
-    command.offer.key = key_from(transfer_id, fingerprint);
-    command.offer.new_blocks = block_table_from(new_blocks);
-    command.offer.watermark = watermark;
-    command.offer.final = final;
-    command.event = device_event;
-    thread_.submit(std::move(command));
+             const py::sequence& new_blocks, std::uint32_t watermark, bool final) {
+    thread_.submit(
+        make_offer(ticket, transfer_id, fingerprint, new_blocks, watermark, final, 0, 0));
   }
+
+  std::uint64_t offer_all(const std::vector<py::tuple>& offers, DeviceEvent device_event) {
+    const std::uint64_t fence = next_fence_;
+    std::vector<Command> commands;
+    commands.reserve(offers.size());
+    for (const py::tuple& offer : offers) {
+      if (offer.size() != 6) {
+        throw py::value_error("an offer has " + std::to_string(offer.size()) +
+                              " fields; it must have 6");
+      }
+      commands.emplace_back(make_offer(
+          offer[0].cast<Ticket>(), offer[1].cast<std::string>(), offer[2].cast<py::bytes>(),
+          offer[3].cast<py::sequence>(), offer[4].cast<std::uint32_t>(), offer[5].cast<bool>(),
+          device_event, fence));
+    }
+    ++next_fence_;
+    thread_.submit_all(commands);
+    return fence;
+  }
+
+  std::vector<Ticket> rewind(std::vector<Ticket> tickets, double timeout_s) {
+    const DurationNs timeout = seconds("timeout_s", timeout_s);
+    const py::gil_scoped_release release;
+    return thread_.rewind(std::move(tickets), timeout);
+  }
+
+  std::uint64_t fences_passed() const { return thread_.fences_passed(); }
 
   void withdraw(Ticket ticket, const std::string& reason, const std::string& transfer_id,
                 const py::bytes& fingerprint) {
@@ -568,9 +602,12 @@ class PyEngine {
   }
 
   std::vector<PyEvent> poll() {
+    std::vector<PyEvent> out;
+    if (!thread_.has_events()) {
+      return out;
+    }
     std::vector<EngineEvent> events;
     thread_.poll(events);
-    std::vector<PyEvent> out;
     out.reserve(events.size());
     for (EngineEvent& event : events) {
       out.push_back(to_python(std::move(event)));
@@ -599,6 +636,21 @@ class PyEngine {
   }
 
  private:
+  static FencedOfferCommand make_offer(Ticket ticket, const std::string& transfer_id,
+                                       const py::bytes& fingerprint,
+                                       const py::sequence& new_blocks, std::uint32_t watermark,
+                                       bool final, DeviceEvent event, std::uint64_t fence) {
+    FencedOfferCommand command;
+    command.offer.ticket = ticket;
+    command.offer.key = key_from(transfer_id, fingerprint);
+    command.offer.new_blocks = block_table_from(new_blocks);
+    command.offer.watermark = watermark;
+    command.offer.final = final;
+    command.event = event;
+    command.fence = fence;
+    return command;
+  }
+
   Status start_native(PeerInfo self, std::vector<MemoryRange> ranges, bool on_device) {
     Result<std::unique_ptr<DeviceFence>> fence =
         on_device ? make_cuda_fence() : Result<std::unique_ptr<DeviceFence>>(make_host_fence());
@@ -622,6 +674,7 @@ class PyEngine {
 
   PyConfig config_;
   EngineThread thread_;
+  std::uint64_t next_fence_ = 1;  // guarded by the GIL
 };
 
 void bind_engine(py::module_& m) {
@@ -635,7 +688,10 @@ void bind_engine(py::module_& m) {
            "sessions"_a, "span"_a, "blocks"_a, "deadline_s"_a)
       .def("revoke", &PyEngine::revoke, "ticket"_a)
       .def("offer", &PyEngine::offer, "ticket"_a, "transfer_id"_a, "fingerprint"_a, "new_blocks"_a,
-           "watermark"_a, "final"_a, "device_event"_a = 0)
+           "watermark"_a, "final"_a)
+      .def("offer_all", &PyEngine::offer_all, "offers"_a, "device_event"_a = 0)
+      .def("rewind", &PyEngine::rewind, "tickets"_a, "timeout_s"_a)
+      .def("fences_passed", &PyEngine::fences_passed)
       .def("withdraw", &PyEngine::withdraw, "ticket"_a, "reason"_a, "transfer_id"_a = "",
            "fingerprint"_a = py::bytes())
       .def("poll", &PyEngine::poll)

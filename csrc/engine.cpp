@@ -215,6 +215,7 @@ void Engine::on(RevokeCommand command) {
 }
 
 void Engine::on(FencedOfferCommand command) {
+  last_fence_ = std::max(last_fence_, command.fence);
   if (command.event != 0 || !fences_.empty()) {
     fences_.push_back(std::move(command));  // in order: a later event does not overtake
     return;
@@ -230,6 +231,36 @@ void Engine::deliver(OfferCommand offer) {
     producer_.offer(std::move(offer), clock_.now(), scratch_);
   }
   std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+}
+
+void Engine::on(RewindCommand command) {
+  std::erase_if(fences_, [&command](const FencedOfferCommand& waiting) {
+    return std::find(command.tickets.begin(), command.tickets.end(), waiting.offer.ticket) !=
+           command.tickets.end();
+  });
+  for (const Ticket ticket : command.tickets) {
+    producer_.rewind(ticket);
+  }
+  rewinds_.push_back(std::move(command));
+  settle_rewinds();
+}
+
+// Answers the rewinds whose blocks nobody reads any more.
+void Engine::settle_rewinds() {
+  const auto is_settled = [this](RewindCommand& command) {
+    if (std::any_of(command.tickets.begin(), command.tickets.end(),
+                    [this](Ticket ticket) { return producer_.writes_in_flight(ticket); })) {
+      return false;
+    }
+    std::erase_if(command.tickets, [this](Ticket ticket) { return !producer_.rewind(ticket); });
+    events_.emplace_back(RewindResult{command.id, std::move(command.tickets)});
+    return true;
+  };
+  std::erase_if(rewinds_, is_settled);
+}
+
+std::uint64_t Engine::fences_passed() const noexcept {
+  return fences_.empty() ? last_fence_ : fences_.front().fence - 1;
 }
 
 void Engine::on(const WithdrawCommand& command) {
@@ -663,6 +694,9 @@ Activity Engine::tick() {
   progress = open_fences() || progress;
   progress = step_posts() || progress;
   tick_timers();
+  if (!rewinds_.empty()) {
+    settle_rewinds();
+  }
   if (progress || poster_.queued() != 0) {
     return Activity::kBusy;
   }

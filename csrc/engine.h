@@ -68,6 +68,13 @@ struct RevokeCommand {
 struct FencedOfferCommand {
   OfferCommand offer;
   DeviceEvent event = 0;
+  std::uint64_t fence = 0;  // rises from one event to the next; see fences_passed()
+};
+// Takes back what was offered under these tickets: their blocks are about to hold something else.
+// Answered by one RewindResult with the same id, once none of them is read any more.
+struct RewindCommand {
+  std::uint64_t id = 0;
+  std::vector<Ticket> tickets;
 };
 struct WithdrawCommand {
   Ticket ticket = 0;
@@ -78,7 +85,7 @@ struct WithdrawCommand {
 struct ShutdownCommand {};
 
 using Command = std::variant<ConnectCommand, GrantCommand, RevokeCommand, FencedOfferCommand,
-                             WithdrawCommand, ShutdownCommand>;
+                             RewindCommand, WithdrawCommand, ShutdownCommand>;
 
 // --- what comes out -----------------------------------------------------------------------------
 
@@ -91,7 +98,11 @@ struct PeerLostEvent {
   Session session = 0;
   std::string why;
 };
-using EngineEvent = std::variant<EndAction, PeerLostEvent, ConnectResult>;
+struct RewindResult {
+  std::uint64_t id = 0;
+  std::vector<Ticket> rewound;  // may be offered anew; the others have ended, or never were
+};
+using EngineEvent = std::variant<EndAction, PeerLostEvent, ConnectResult, RewindResult>;
 
 // Sizes of tables, all zero at rest, then totals since the start.
 struct EngineCounters {
@@ -134,6 +145,8 @@ class Engine {
   // Moves the events since the last call into `out`.
   void take_events(std::vector<EngineEvent>& out);
   EngineCounters counters() const;
+  // Events up to this `fence` are not asked about any more: their owner may record them again.
+  std::uint64_t fences_passed() const noexcept;
 
   // After ShutdownCommand: true when nothing of this rank can be written or read any more.
   bool drained() const;
@@ -166,6 +179,7 @@ class Engine {
   void tell_bystanders(GrantCommand& command);
   void on(RevokeCommand command);
   void on(FencedOfferCommand command);
+  void on(RewindCommand command);
   void on(const WithdrawCommand& command);
   void on(ShutdownCommand command);
   Status greet(PeerTarget& target);
@@ -200,6 +214,7 @@ class Engine {
   // Ticks.
   bool step_posts();
   bool open_fences();
+  void settle_rewinds();
   void deliver(OfferCommand offer);
   void tick_timers();
   void tick_peers();
@@ -217,6 +232,8 @@ class Engine {
   std::map<Session, Peer> peers_;
   std::map<std::uint64_t, ConnectCommand> connecting_;
   std::deque<FencedOfferCommand> fences_;
+  std::uint64_t last_fence_ = 0;  // the latest that came
+  std::vector<RewindCommand> rewinds_;
   std::deque<Action> actions_;
   std::vector<EngineEvent> events_;
   std::vector<Notification> inbox_;  // received, not yet handled from next_message_ on

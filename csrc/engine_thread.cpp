@@ -10,6 +10,14 @@ namespace {
 constexpr unsigned long kTimerSlackNs = 1'000;
 // After GOODBYE, time for the transport to put it on the wire (NIXL sends while it is polled).
 constexpr DurationNs kGoodbyeFlush = 20 * kMillisecond;
+
+// Gives `value` to whoever waits for it under this id, if anybody still does.
+template <typename T>
+void answer(std::map<std::uint64_t, std::promise<T>>& waiting, std::uint64_t id, T& value) {
+  if (auto found = waiting.extract(id); !found.empty()) {
+    found.mapped().set_value(std::move(value));
+  }
+}
 }  // namespace
 
 EngineThread::~EngineThread() {
@@ -89,13 +97,18 @@ void EngineThread::loop(Engine& engine) {
     nap(activity, last_progress);
   }
   std::map<std::uint64_t, std::promise<ConnectResult>> waiting;
+  std::map<std::uint64_t, std::promise<std::vector<Ticket>>> rewinding;
   {
     const std::lock_guard lock(state_mutex_);
     running_ = false;
     waiting = std::exchange(connects_, {});
+    rewinding = std::exchange(rewinds_, {});
   }
   for (auto& [id, promise] : waiting) {
     promise.set_value({id, false, Status::error("the engine has stopped")});
+  }
+  for (auto& [id, promise] : rewinding) {
+    promise.set_value({});
   }
 }
 
@@ -111,24 +124,25 @@ void EngineThread::publish(Engine& engine) {
   std::vector<EngineEvent> fresh;
   engine.take_events(fresh);
   const EngineCounters counters = engine.counters();
-  std::vector<std::pair<std::promise<ConnectResult>, ConnectResult>> answers;
+  fences_passed_.store(engine.fences_passed(), std::memory_order_release);
   std::vector<EngineEvent> events;
   {
     const std::lock_guard lock(state_mutex_);
     counters_ = counters;
     for (EngineEvent& event : fresh) {
-      auto* result = std::get_if<ConnectResult>(&event);
-      if (result == nullptr) {
+      if (auto* met = std::get_if<ConnectResult>(&event)) {
+        answer(connects_, met->id, *met);
+      } else if (auto* rewound = std::get_if<RewindResult>(&event)) {
+        answer(rewinds_, rewound->id, rewound->rewound);
+      } else {
         events.push_back(std::move(event));
-      } else if (auto found = connects_.extract(result->id); !found.empty()) {
-        answers.emplace_back(std::move(found.mapped()), std::move(*result));
       }
     }
   }
-  for (auto& [promise, result] : answers) {
-    promise.set_value(std::move(result));
+  if (!events.empty()) {
+    events_.put_all(events);
+    has_events_.store(true, std::memory_order_release);
   }
-  events_.put_all(events);
 }
 
 // The shutdown sequence; true when the thread may end.
@@ -161,7 +175,7 @@ ConnectResult EngineThread::connect(std::vector<PeerTarget> targets, DurationNs 
   std::future<ConnectResult> answer;
   {
     const std::lock_guard lock(state_mutex_);
-    command.id = next_connect_++;
+    command.id = next_id_++;
     if (!running_) {
       return {command.id, false, Status::error("the engine is not running")};
     }
@@ -175,8 +189,38 @@ void EngineThread::submit(Command command) {
   commands_.put(std::move(command));
 }
 
+void EngineThread::submit_all(std::vector<Command>& commands) {
+  commands_.put_all(commands);
+}
+
+std::vector<Ticket> EngineThread::rewind(std::vector<Ticket> tickets, DurationNs timeout) {
+  RewindCommand command;
+  command.tickets = std::move(tickets);
+  std::future<std::vector<Ticket>> answer;
+  {
+    const std::lock_guard lock(state_mutex_);
+    command.id = next_id_++;
+    if (!running_) {
+      return {};
+    }
+    answer = rewinds_[command.id].get_future();
+  }
+  const std::uint64_t id = command.id;
+  commands_.put(std::move(command));
+  if (answer.wait_for(std::chrono::nanoseconds(timeout)) == std::future_status::ready) {
+    return answer.get();
+  }
+  const std::lock_guard lock(state_mutex_);
+  if (rewinds_.erase(id) == 0) {
+    return answer.get();  // it came at the last moment
+  }
+  return {};
+}
+
 void EngineThread::poll(std::vector<EngineEvent>& out) {
-  events_.take(out);
+  if (has_events_.exchange(false, std::memory_order_acq_rel)) {
+    events_.take(out);
+  }
 }
 
 EngineCounters EngineThread::counters() const {

@@ -50,8 +50,18 @@ class EngineThread {
   // Meets peers; blocks until they have answered or `timeout` has passed.
   ConnectResult connect(std::vector<PeerTarget> targets, DurationNs timeout);
   void submit(Command command);
-  // Takes the events since the last call.
+  // The same for several, at the price of one; empties `commands`.
+  void submit_all(std::vector<Command>& commands);
+  // See RewindCommand; blocks until its answer has come or `timeout` has passed. Gives the tickets
+  // that may be offered anew: none after a time-out.
+  std::vector<Ticket> rewind(std::vector<Ticket> tickets, DurationNs timeout);
+  // Takes the events since the last call. Touches no lock while there are none.
   void poll(std::vector<EngineEvent>& out);
+  bool has_events() const noexcept { return has_events_.load(std::memory_order_acquire); }
+  // Device events up to this one may be recorded again; see Engine::fences_passed().
+  std::uint64_t fences_passed() const noexcept {
+    return fences_passed_.load(std::memory_order_acquire);
+  }
   EngineCounters counters() const;
 
   // No new work; waits up to `drain` for handles and peers, says goodbye, joins. Idempotent.
@@ -74,11 +84,14 @@ class EngineThread {
 
   Mailbox<Command> commands_;
   Mailbox<EngineEvent> events_;
-  mutable std::mutex state_mutex_;  // guards the next three
+  std::atomic<bool> has_events_{false};
+  std::atomic<std::uint64_t> fences_passed_{0};
+  mutable std::mutex state_mutex_;  // guards the next five
   EngineCounters counters_;
   std::map<std::uint64_t, std::promise<ConnectResult>> connects_;
+  std::map<std::uint64_t, std::promise<std::vector<Ticket>>> rewinds_;
   bool running_ = false;
-  std::uint64_t next_connect_ = 1;  // guarded by state_mutex_
+  std::uint64_t next_id_ = 1;  // of connects and rewinds
 
   std::atomic<bool> stop_{false};
   std::atomic<TimeNs> drain_until_{0};

@@ -153,6 +153,31 @@ void Producer::withdraw(Ticket ticket, Reason reason, TimeNs now, Actions& out) 
   end_offer(ticket, reason, true, now, out);
 }
 
+bool Producer::rewind(Ticket ticket) {
+  const auto found = offers_.find(ticket);
+  if (found == offers_.end() || found->second.withdrawn) {
+    return false;
+  }
+  Offer& offer = found->second;
+  offer.blocks.clear();
+  offer.watermark = 0;
+  offer.final = false;
+  for (auto& [id, serve] : serves_) {
+    if (serve.offer == ticket && serve.state == ServeState::kWriting) {
+      serve.rewrite_to = std::max(serve.rewrite_to, serve.posted_to);
+      serve.posted_to = serve.span.begin;
+    }
+  }
+  return true;
+}
+
+bool Producer::writes_in_flight(Ticket ticket) const {
+  return offers_.contains(ticket) &&
+         std::any_of(serves_.begin(), serves_.end(), [ticket](const auto& entry) {
+           return entry.second.offer == ticket && entry.second.posts_in_flight != 0;
+         });
+}
+
 void Producer::refuse(OfferCommand command, Reason reason, TimeNs now, Actions& out) {
   const Ticket ticket = command.ticket;
   const bool last = std::exchange(command.final, false);
@@ -333,6 +358,27 @@ void Producer::pair(ServeId id, Serve& serve, Ticket offer, TimeNs now, Actions&
   advance(id, now, out);
 }
 
+// Up to which token may be posted now; serve.posted_to, or less, if nothing may.
+std::uint32_t Producer::post_limit(const Serve& serve, const Offer& offer) const {
+  std::uint32_t limit = serve.span.end;
+  if (!offer.final) {
+    const std::uint32_t granule = config_.granularity_tokens;
+    limit = granule == 0 ? 0 : std::min(limit, offer.watermark / granule * granule);
+  }
+  if (serve.rewrite_to != 0) {
+    const bool at_stage =
+        serve.posted_to == serve.span.begin || serve.posted_to >= serve.rewrite_to;
+    if (at_stage && serve.posts_in_flight != 0) {
+      return 0;
+    }
+    if (serve.posted_to < serve.rewrite_to) {
+      limit = std::min(limit, serve.rewrite_to);
+    }
+  }
+  const bool whole = limit == serve.span.end || limit == serve.rewrite_to;
+  return whole || limit >= serve.posted_to + config_.min_piece_tokens ? limit : 0;
+}
+
 // Posts what the offer's watermark allows, and ends the serve when all of it is written.
 void Producer::advance(ServeId id, TimeNs now, Actions& out) {
   Serve& serve = serves_.at(id);
@@ -347,18 +393,17 @@ void Producer::advance(ServeId id, TimeNs now, Actions& out) {
               now, out);
     return;
   }
-  std::uint32_t limit = serve.span.end;
-  if (!offer.final) {
-    const std::uint32_t granule = config_.granularity_tokens;
-    limit = granule == 0 ? 0 : std::min(limit, offer.watermark / granule * granule);
-  }
+  const std::uint32_t limit = post_limit(serve, offer);
   if (limit > serve.posted_to) {
+    if (serve.posted_to >= serve.rewrite_to) {
+      serve.rewrite_to = 0;
+    }
     out.emplace_back(
         PostAction{id, serve.session, TokenSpan{serve.posted_to, limit}, limit == serve.span.end});
     serve.posted_to = limit;
     ++serve.posts_in_flight;
   }
-  if (serve.posts_in_flight == 0 && serve.posted_to >= serve.span.end) {
+  if (serve.posts_in_flight == 0 && std::max(serve.posted_to, serve.rewrite_to) >= serve.span.end) {
     finish_serve(id, now, out);
   }
 }

@@ -30,6 +30,13 @@
 // When the prefill is given up, the attempt it would have served is over with it: an offer made
 // under the key later waits for an attempt of its own.
 // Ended grants are remembered for a while: a late or repeated GRANT must not raise the dead.
+//
+// A prefill that is preempted takes back what it has offered (rewind), since its blocks will hold
+// something else; its owner lets nothing overwrite them before writes_in_flight() says so. What it
+// then offers anew is written from the start, in two stages: first what had been written before,
+// and only when all of that has ended the rest. So old and new writes are never in flight
+// together, and the consumer, which counts what it was told once, is not complete before the new
+// bytes are in place.
 #pragma once
 
 #include <algorithm>
@@ -56,6 +63,8 @@ struct ProducerConfig {
   DurationNs retry_grace = 5 * kSecond;
   // Before `final` only multiples of this many tokens are written; 0: write at `final` only.
   std::uint32_t granularity_tokens = 0;
+  // Before `final` pieces of fewer tokens than this wait for more.
+  std::uint32_t min_piece_tokens = 0;
   std::size_t max_serves = 65'536;  // thousands of requests x ranks
   std::size_t max_offers = 65'536;
   std::size_t max_keys = 131'072;       // each offer and each grant may have a key of its own
@@ -88,6 +97,11 @@ class Producer {
   // The owner ends its offer early and adds nothing more. An unknown ticket is ignored; see
   // fail_key().
   void withdraw(Ticket ticket, Reason reason, TimeNs now, Actions& out);
+  // Nothing is offered any more under this ticket, until its owner offers anew. False if the offer
+  // has ended, or never was.
+  bool rewind(Ticket ticket);
+  // Whether its blocks are still being read.
+  bool writes_in_flight(Ticket ticket) const;
   // Takes a command whose KV is not to be used, and ends its offer. Its owner may still add to it
   // (unless this was the last command), which then has no effect.
   void refuse(OfferCommand command, Reason reason, TimeNs now, Actions& out);
@@ -130,6 +144,8 @@ class Producer {
     ServeState state = ServeState::kWaiting;
     Ticket offer = 0;
     std::uint32_t posted_to = 0;
+    // After a rewind: up to here it had been written before. 0: not rewound, or past it.
+    std::uint32_t rewrite_to = 0;
     std::uint32_t posts_in_flight = 0;
     TimeNs expires = 0;
     Reason reason = Reason::kNone;
@@ -183,6 +199,7 @@ class Producer {
   void note_due(TimeNs time) noexcept { next_due_ = std::min(next_due_, time); }
   void pair(ServeId id, Serve& serve, Ticket offer, TimeNs now, Actions& out);
   void advance(ServeId id, TimeNs now, Actions& out);
+  std::uint32_t post_limit(const Serve& serve, const Offer& offer) const;
   void begin_end(ServeId id, Reason reason, std::string detail, TimeNs now, Actions& out);
   void finish_serve(ServeId id, TimeNs now, Actions& out);
   void settle_entry(const TransferKey& key, Actions& out);

@@ -174,6 +174,7 @@ class EngineConfig:
         busy_poll_us: float = 20.0,
         idle_poll_us: float = 1000.0,
         push_granularity_tokens: int = 0,
+        min_push_tokens: int = 0,
     ) -> None: ...
     @property
     def session(self) -> int: ...
@@ -308,12 +309,31 @@ class Engine:
         new_blocks: _BlockTable,
         watermark: int,
         final: bool,
-        device_event: int = 0,
     ) -> None:
         """Offer KV, or let an offer grow: `new_blocks` are appended to those offered before.
 
-        `watermark` tokens from the first are in memory once `device_event` has completed. After
-        `final` nothing more comes. Ends in one "sent" or "send_failed" event.
+        `watermark` tokens from the first are in memory. After `final` nothing more comes. Ends in
+        one "sent" or "send_failed" event.
+        """
+    def offer_all(
+        self,
+        offers: Sequence[tuple[int, str, bytes, _BlockTable, int, bool]],
+        device_event: int = 0,
+    ) -> int:
+        """Several offers at the price of one; each has the fields of offer().
+
+        Their KV is in memory once `device_event` (a CUDA event's handle; 0: now) has completed. The
+        event must stay alive, and must not be recorded again, until fences_passed() has reached the
+        number returned.
+        """
+    def fences_passed(self) -> int:
+        """Events of offer_all() calls up to this number are not asked about any more."""
+    def rewind(self, tickets: Sequence[int], timeout_s: float) -> list[int]:
+        """Take back what was offered under these tickets: their blocks will hold something else.
+
+        Blocks, with the GIL released, until none of the blocks is read any more. Returns the
+        tickets that may be offered anew, from the first block; the others have ended. None after a
+        time-out: then they must be withdrawn.
         """
     def withdraw(
         self, ticket: int, reason: str, transfer_id: str = "", fingerprint: bytes = b""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -97,8 +97,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     idle_poll_us: Micros = 1000.0
     """Its sleep between looks when nothing is in flight: under 1 % of a core."""
 
-    push_granularity_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """Smallest piece pushed before a prefill has finished; 0: chosen by the engine."""
+    push_when: Literal["step", "end"] = "step"
+    """When a prefill is pushed: after each of its steps what that has computed, or all at its end."""
+
+    min_push_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 1 << 20
+    """Before the end of a prefill, pieces of fewer bytes than this (of one rank) wait for more."""
 
     model_id: str = ""
     """Name that both sides of a pair must share; empty: the model's name or path as served. Set it
@@ -114,6 +117,8 @@ def _allowed(name: str) -> str:
     """The type and range of a key, in words."""
     hints = typing.get_type_hints(Config, include_extras=True)
     hint = hints[name]
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) is not Annotated:
         return str(getattr(hint, "__name__", hint)) if isinstance(hint, type) else str(hint)
     base, *metas = typing.get_args(hint)

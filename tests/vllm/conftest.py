@@ -36,6 +36,20 @@ _TIMEOUTS = {
 _FAIL = Connector(KVPUSH.name, KVPUSH.module_path, _TIMEOUTS, load_failure_policy="fail")
 _RECOMPUTE = Connector(KVPUSH.name, KVPUSH.module_path, _TIMEOUTS, load_failure_policy="recompute")
 
+# This model's chunks are small, and all are to be pushed.
+_STREAMED = Connector(
+    KVPUSH.name,
+    KVPUSH.module_path,
+    {**_TIMEOUTS, "push_when": "step", "min_push_bytes": 0},
+    load_failure_policy="recompute",
+)
+_AT_END = Connector(
+    KVPUSH.name,
+    KVPUSH.module_path,
+    {**_TIMEOUTS, "push_when": "end"},
+    load_failure_policy="recompute",
+)
+
 # 48 blocks of 32 are 1,536 tokens: a few requests fill them.
 SMALL_POOL_BLOCKS = 48
 SMALL_CHUNK_TOKENS = 128

@@ -33,7 +33,9 @@ def start(name: str, **extra_config: Any) -> Pair:
         "max_num_batched_tokens": 256,
         "prefix_caching": True,
     }
-    mode = Mode(name, replace(KVPUSH, extra_config=extra_config), "together")
+    # Chunks of this model are small, and all are to be pushed.
+    connector = replace(KVPUSH, extra_config={"min_push_bytes": 0, **extra_config})
+    mode = Mode(name, connector, "together")
     logs = fresh_logs(DEFAULT_CACHE / "test-logs")
     return Pair.start(mode, logs, model=MODEL, base=engines)
 

@@ -229,8 +229,7 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
-        del scheduler_output
-        return StepMetadata(self._scheduler_side.take_orders())
+        return StepMetadata(self._scheduler_side.take_orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See the base class."""
@@ -302,7 +301,9 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         """Nothing: KV leaves from the cache itself."""
 
     def wait_for_save(self) -> None:
-        """Nothing: blocks of a finished prefill stay held until they were written."""
+        """Offer what this step has computed."""
+        if self._worker is not None and self._worker.side is not None:
+            self._worker.side.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended on this rank."""

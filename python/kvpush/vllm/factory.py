@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from kvpush._core import Engine, EngineConfig
 from kvpush._nixl import find_library, prepare_environment
 from kvpush.config import Config
+from kvpush.vllm.device_events import CudaEvents, HostEvents, StepEvents
 from kvpush.vllm.handshake import PROTOCOL
 from kvpush.vllm.log import get_logger
 from kvpush.vllm.regions import CacheLayout, describe_caches, is_state
@@ -57,6 +59,7 @@ def make_scheduler_facts(
         can_consume=transfer.is_kv_consumer,
         receive_deadline_s=config.receive_deadline_s,
         mode=mode,
+        streams=config.push_when == "step",
     )
 
 
@@ -99,6 +102,7 @@ def make_worker(
             pp_rank=pp.rank_in_group,
             pp_size=pp.world_size,
             facts=_facts(vllm_config, config, mode, layout),
+            **_pieces(config, layout),
             **_tuning(config),
         )
     )
@@ -123,8 +127,31 @@ def make_worker(
         engine,
         _gather(info, tp, pp),
         rank,
+        _step_events(layout),
     )
     return worker, info
+
+
+def _step_events(layout: CacheLayout) -> StepEvents:
+    if all(kind == "host" for _, _, kind, _ in layout.memory):
+        return HostEvents()
+    import torch
+
+    return CudaEvents(torch.cuda.Event)
+
+
+def _pieces(config: Config, layout: CacheLayout) -> dict[str, int]:
+    """How a prefill is cut while it runs: at whole blocks, into pieces worth a WRITE."""
+    sizes = {region.tokens_per_block for region in layout.regions if region.kind == "attention"}
+    token_bytes = sum(
+        region.heads * region.components * region.element_bytes
+        for region in layout.regions
+        if region.kind == "attention"
+    )
+    return {
+        "push_granularity_tokens": math.lcm(*sizes) if config.push_when == "step" else 0,
+        "min_push_tokens": -(-config.min_push_bytes // max(1, token_bytes)),
+    }
 
 
 def _holds_state(spec: Any) -> bool:
@@ -159,7 +186,6 @@ def _tuning(config: Config) -> dict[str, Any]:
         "spin_us",
         "busy_poll_us",
         "idle_poll_us",
-        "push_granularity_tokens",
     )
     return {name: getattr(config, name) for name in names}
 

@@ -9,6 +9,7 @@ import msgspec
 __all__ = [
     "NO_BLOCK",
     "Blocks",
+    "Close",
     "Grant",
     "Offer",
     "Refusal",
@@ -70,9 +71,25 @@ class Withdrawal(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Close(msgspec.Struct, frozen=True):
+    """Prefill side: a request that was offered step by step has ended; its blocks are held.
+
+    With a reason its KV will not come, or is not whole.
+    """
+
+    request_id: str
+    transfer_id: str
+    fingerprint: bytes
+    reason: str
+
+
 @dataclass(slots=True)
 class StepOrders:
-    """All orders of one step, to be carried out once and before its forward pass."""
+    """All orders of one step, to be carried out once.
+
+    `progress` after its forward pass, the rest before it, `rewinds` first of all.
+    """
+
 
     step: int = 0
     grants: list[Grant] = field(default_factory=list)
@@ -80,7 +97,20 @@ class StepOrders:
     refusals: list[Refusal] = field(default_factory=list)
     offers: list[Offer] = field(default_factory=list)
     withdrawals: list[Withdrawal] = field(default_factory=list)
+    rewinds: list[str] = field(default_factory=list)
+    """Requests whose blocks this step gives to others: what was offered of them is taken back."""
+    closes: list[Close] = field(default_factory=list)
+    progress: list[Offer] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether there is anything to carry out."""
-        return bool(self.grants or self.revokes or self.refusals or self.offers or self.withdrawals)
+        return bool(
+            self.grants
+            or self.revokes
+            or self.refusals
+            or self.offers
+            or self.withdrawals
+            or self.rewinds
+            or self.closes
+            or self.progress
+        )

@@ -10,8 +10,9 @@ Theory of operation. A request that takes KV (decode leg) goes through
     NEW -> LOCAL                 nothing to load: full prefix hit, or a twin is loading the same
 
 and never back: after a failed load or a preemption it is computed here. A request that gives KV
-(prefill leg) is offered when it has finished, and its blocks are held until the workers report
-that every write has ended. Orders leave with the metadata of the same step.
+(prefill leg) is offered step by step while it is computed (`kvpush.vllm.streams`), or else when it
+has finished; its blocks are then held until the workers report that every write has ended. Orders
+leave with the metadata of the same step.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvpush.vllm.log import get_logger
 from kvpush.vllm.messages import (
     NO_BLOCK,
     Blocks,
+    Close,
     Grant,
     Offer,
     Refusal,
@@ -38,6 +40,7 @@ from kvpush.vllm.messages import (
     Withdrawal,
 )
 from kvpush.vllm.params import ConsumeParams, ProduceParams, parse_params
+from kvpush.vllm.streams import Stream, Streams
 
 __all__ = ["GroupShape", "SchedulerFacts", "SchedulerSide"]
 
@@ -72,6 +75,8 @@ class SchedulerFacts(msgspec.Struct, frozen=True, kw_only=True):
     can_consume: bool
     receive_deadline_s: float
     mode: str = "push"
+    streams: bool = True
+    """Whether prefills are offered step by step."""
     null_block_id: int = 0
 
 
@@ -87,6 +92,7 @@ class _Tracked:
     """One live request that has to do with a transfer."""
 
     params: ProduceParams | ConsumeParams | None
+    request: Any = None
     refused: str = ""
     key: _Key = ("", b"")
     phase: _Phase = _Phase.NEW
@@ -104,13 +110,17 @@ class SchedulerSide:
         self._loading_keys: dict[str, _Key] = {}
         # Keys under load for which a twin was computed here: its prefill must be told.
         self._twins: dict[_Key, ConsumeParams] = {}
-        # Prefill side. Live requests per key, and blocks held until the writes have ended.
+        # Prefill side. Live requests per key, and blocks held until the writes have ended. A key is
+        # taken while a prefill streams or is held.
         self._producing: Counter[_Key] = Counter()
         self._held: dict[str, _Key] = {}
         self._held_keys: set[_Key] = set()
+        self._streams = Streams([shape.tokens_per_block for shape in facts.groups])
         # The decode leg computes the prompt's last token again. Where a cache forgets (a state is
         # one token further, a window has left its first block), the prefill must stop before it.
         self._stops_short = any(shape.state or shape.window for shape in facts.groups)
+        # There the blocks that count are known at the end only.
+        self._may_stream = facts.streams and not self._stops_short
         self._no_blocks: Blocks = tuple((0, []) for _ in facts.groups)
         self._orders = StepOrders()
         self._step = 0
@@ -155,11 +165,16 @@ class SchedulerSide:
                 tracked.phase = _Phase.LOCAL
                 self._decline(request.request_id, tracked, tracked.params)
 
-    def take_orders(self) -> StepOrders:
-        """The orders of this step."""
+    def take_orders(self, output: Any = None) -> StepOrders:
+        """The orders of the step that vLLM has just planned, its scheduler's output."""
         self._step += 1
         orders, self._orders = self._orders, StepOrders()
         orders.step = self._step
+        if self._may_stream and self._producing and output is not None:
+            for new in output.scheduled_new_reqs:
+                self._begin_stream(new.req_id)
+            if self._streams:
+                self._streams.add_step(output, orders)
         return orders
 
     def finished(
@@ -212,8 +227,11 @@ class SchedulerSide:
                     self._orders.refusals,
                     self._orders.offers,
                     self._orders.withdrawals,
+                    self._orders.rewinds,
+                    self._orders.closes,
                 )
             ),
+            "streams": len(self._streams),
         }
 
     # --- both sides -------------------------------------------------------------------------
@@ -237,7 +255,9 @@ class SchedulerSide:
         except BadParamsError as error:
             logger.error("Request %s fails: %s", request.request_id, error)  # noqa: TRY400
             return _Tracked(params=None, refused=str(error))
-        tracked = _Tracked(params=params, key=(params.transfer_id, fingerprint(request)))
+        tracked = _Tracked(
+            params=params, request=request, key=(params.transfer_id, fingerprint(request))
+        )
         if isinstance(params, ProduceParams):
             if self._stops_short:
                 _leave_last_token(request)
@@ -376,6 +396,25 @@ class SchedulerSide:
 
     # --- prefill side -----------------------------------------------------------------------
 
+    def _begin_stream(self, request_id: str) -> None:
+        """Offer a prefill step by step, unless it has a twin that is offered."""
+        tracked = self._tracked.get(request_id)
+        if (
+            tracked is not None
+            and isinstance(tracked.params, ProduceParams)
+            and tracked.key not in self._held_keys
+        ):
+            self._held_keys.add(tracked.key)
+            self._streams.begin(tracked.request, *tracked.key)
+
+    def _end_stream(self, request: Any, stream: Stream, reason: str) -> None:
+        """The workers report when nothing reads its blocks any more, whatever became of it."""
+        key = (stream.transfer_id, stream.fingerprint)
+        if stream.was_preempted():
+            self._orders.rewinds.append(request.request_id)
+        self._orders.closes.append(Close(request.request_id, *key, reason))
+        self._held[request.request_id] = key
+
     def _finish_producing(
         self,
         request: Any,
@@ -389,13 +428,20 @@ class SchedulerSide:
             del self._producing[key]
         watermark = min(request.num_computed_tokens, request.num_prompt_tokens)
         whole = self._holds_whole_prompt(block_ids, watermark, request.num_prompt_tokens)
+        stream = self._streams.end(request.request_id)
         if request.status.name not in _HANDING_OVER or not whole:
             reason = "producer_short"
             if request.status.name not in _HANDING_OVER:
                 reason = "producer_aborted"
-            self._withdraw(key, reason)
-            return False, None
+            if stream is not None:
+                self._end_stream(request, stream, reason)
+            else:
+                self._withdraw(key, reason)
+            return stream is not None, None
         returned = self._returned_params(request, params, block_ids, watermark)
+        if stream is not None:
+            self._end_stream(request, stream, "" if stream.final else "producer_short")
+            return True, returned
         if key in self._held_keys:
             logger.warning(
                 "Request %s is not offered: another with the same transfer id %r and the same "

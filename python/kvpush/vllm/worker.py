@@ -1,10 +1,11 @@
 """The worker side of one rank: orders become calls of the native engine, its events reports.
 
-Orders are carried out once per step, before the forward pass. Reports are taken once per step,
-after it. A request is reported once, and only after the native engine has said that its blocks may
-be reused. Calls come from the worker's main thread, except where a peer was met: then the meeting's
-thread grants at once, without waiting for a step. One lock covers the tables; it is held for
-microseconds.
+Orders are carried out once per step, before the forward pass; what the step has computed is offered
+right after it. Reports are taken once per step, last. A request is reported once, and only after
+the native engine has said that its blocks may be reused; one that was offered while it ran also
+waits for its close, for only then does the scheduler expect the report. Calls come from the
+worker's main thread, except where a peer was met: then the meeting's thread grants at once, without
+waiting for a step. One lock covers the tables; it is held for microseconds.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import msgspec
 
 from kvpush._core import Event
 from kvpush.errors import PeerIncompatibleError
+from kvpush.vllm.device_events import HostEvents, StepEvents
 from kvpush.vllm.endpoints import Address, Endpoints, Meeting
 from kvpush.vllm.handshake import HelloReply
 from kvpush.vllm.log import get_logger
-from kvpush.vllm.messages import Grant, Offer, Refusal, StepOrders, Withdrawal
+from kvpush.vllm.messages import Blocks, Close, Grant, Offer, Refusal, StepOrders, Withdrawal
 
 __all__ = ["Results", "WorkerFacts", "WorkerSide"]
 
@@ -31,6 +33,10 @@ logger = get_logger("worker")
 
 _LEAST_DEADLINE_S = 0.001
 """What a grant gets that has waited for its peer until its deadline: it then fails at once."""
+
+_REWIND_LIMIT_S = 1.0
+"""How long a step waits until nothing reads the blocks of preempted requests any more: writes on
+their way take milliseconds. Those that take longer fail their transfer."""
 
 _TABLES = {
     "grants_live": "live_grants",
@@ -84,11 +90,33 @@ class _Receive:
         return (self.grant.host, self.grant.port)
 
 
+@dataclass(slots=True, eq=False)
+class _Send:
+    """An offer of this rank, until it was reported."""
+
+    request_id: str
+    transfer_id: str
+    fingerprint: bytes
+    ticket: int
+    offered: bool = False
+    final: bool = False
+    ended: bool = False
+    """Nothing more is offered: its event has come, or will after what it waits for."""
+    event_taken: bool = False
+    held: bool = False
+    """The scheduler waits for the report."""
+
+
 class WorkerSide:
     """See the module. `engine` is started; `consumers` are peer_info() of all ranks here."""
 
     def __init__(
-        self, facts: WorkerFacts, engine: Any, consumers: Sequence[bytes], consumer_index: int
+        self,
+        facts: WorkerFacts,
+        engine: Any,
+        consumers: Sequence[bytes],
+        consumer_index: int,
+        events: StepEvents | None = None,
     ) -> None:
         self._facts = facts
         self._engine = engine
@@ -99,8 +127,14 @@ class WorkerSide:
         self._last_step = 0
         self._receives: dict[str, _Receive] = {}
         self._receives_by_ticket: dict[int, _Receive] = {}
-        self._sends: dict[int, Offer] = {}
-        self._send_tickets: dict[str, int] = {}
+        self._events = events or HostEvents()
+        self._sends: dict[str, _Send] = {}
+        self._sends_by_ticket: dict[int, _Send] = {}
+        # What steps have computed (or will have, when the one under way has run), not yet offered.
+        self._progress: list[Offer] = []
+        self._rewinds = 0
+        # Held requests of which nothing is left to wait for.
+        self._early_sent: list[str] = []
         # Ends found outside the native engine, with their reasons ("" for a revoked grant), to be
         # reported in the next step.
         self._early: list[tuple[str, str]] = []
@@ -124,9 +158,14 @@ class WorkerSide:
         self._last_step = orders.step
         if not orders:
             return
+        if orders.rewinds:
+            self._rewind(orders.rewinds)
+        self._progress += orders.progress
         with self._lock:
             for offer in orders.offers:
                 self._offer(offer)
+            for close in orders.closes:
+                self._close(close)
             for withdrawal in orders.withdrawals:
                 self._withdraw(withdrawal)
             for grant in orders.grants:
@@ -136,22 +175,91 @@ class WorkerSide:
             for request_id in orders.revokes:
                 self._revoke(request_id)
 
+    def end_step(self) -> None:
+        """The forward pass of the step has run, or is queued on the device."""
+        if not self._progress:
+            return
+        event = self._events.record(self._engine.fences_passed())
+        if event is None:
+            return  # with a later step
+        progress, self._progress = self._progress, []
+        with self._lock:
+            offers = [ready for offer in progress if (ready := self._prepare(offer))]
+        if offers:
+            self._events.lent(self._engine.offer_all(offers, event))
+
     def _offer(self, offer: Offer) -> None:
-        ticket = self._send_tickets.get(offer.request_id)
-        if ticket is None:
-            ticket = self._send_tickets[offer.request_id] = next(self._tickets)
-        self._sends[ticket] = offer
+        """A prefill that has finished."""
+        prepared = self._prepare(offer)
+        if prepared is not None:
+            self._sends[offer.request_id].held = True
+            self._engine.offer(*prepared)
+
+    def _prepare(self, offer: Offer) -> tuple[int, str, bytes, Blocks, int, bool] | None:
+        """What the native engine is told; None if it would not listen any more."""
+        send = self._sends.get(offer.request_id)
+        if send is None:
+            send = _Send(
+                offer.request_id, offer.transfer_id, offer.fingerprint, next(self._tickets)
+            )
+            self._sends[offer.request_id] = self._sends_by_ticket[send.ticket] = send
+        elif send.ended:
+            return None
+        send.offered, send.final = True, offer.final
         watermark = offer.watermark
         if offer.final and self._facts.whole_blocks:
             watermark = _round_up(watermark, max(1, *self._facts.tokens_per_block))
-        self._engine.offer(
-            ticket,
-            offer.transfer_id,
-            offer.fingerprint,
+        return (
+            send.ticket,
+            send.transfer_id,
+            send.fingerprint,
             offer.blocks,
             watermark,
             offer.final,
         )
+
+    def _rewind(self, request_ids: Sequence[str]) -> None:
+        """Returns when nothing reads the blocks of these requests, which are others' from now on.
+
+        Only the main thread changes what is looked at here, so the lock is free meanwhile.
+        """
+        gone = set(request_ids)
+        self._progress = [offer for offer in self._progress if offer.request_id not in gone]
+        sends = [send for id_ in request_ids if (send := self._sends.get(id_)) and send.offered]
+        tickets = [send.ticket for send in sends if not send.ended]
+        if not tickets:
+            return
+        self._rewinds += len(tickets)
+        rewound = set(self._engine.rewind(tickets, _REWIND_LIMIT_S))
+        for send in sends:
+            if send.ended:
+                continue
+            if send.ticket in rewound:
+                send.offered = send.final = False
+            else:
+                # Written whole, or failed, or too slow: then the decode side must not trust it.
+                send.ended = True
+                self._engine.withdraw(send.ticket, "producer_short")
+
+    def _close(self, close: Close) -> None:
+        send = self._sends.get(close.request_id)
+        if send is None or not send.offered:
+            # Nothing of it was ever offered, or it was all taken back.
+            self._progress = [o for o in self._progress if o.request_id != close.request_id]
+        if send is None:
+            reason = close.reason or "producer_short"
+            self._withdraw(Withdrawal(close.transfer_id, close.fingerprint, reason))
+            self._early_sent.append(close.request_id)
+            return
+        send.held = True
+        if send.event_taken:
+            del self._sends[close.request_id]
+            self._early_sent.append(close.request_id)
+        elif close.reason and not send.ended:
+            send.ended = True
+            self._engine.withdraw(
+                send.ticket, close.reason, close.transfer_id, close.fingerprint
+            )
 
     def _withdraw(self, withdrawal: Withdrawal) -> None:
         self._engine.withdraw(
@@ -262,6 +370,8 @@ class WorkerSide:
                 if reason:
                     results.failed.add(request_id)
                     results.failures.append(reason)
+            results.sent.update(self._early_sent)
+            self._early_sent.clear()
             for event in self._engine.poll():
                 self._take_event(event, results)
         return results
@@ -282,19 +392,24 @@ class WorkerSide:
             self._end_receive(event, results)
 
     def _end_send(self, event: Event, results: Results) -> None:
-        offer = self._sends.pop(event.ticket, None)
-        if offer is None:
+        send = self._sends_by_ticket.pop(event.ticket, None)
+        if send is None:
             return
-        self._send_tickets.pop(offer.request_id, None)
         if event.kind == "send_failed":
             logger.warning(
                 "Request %s (transfer %s): its KV was not handed over: %s. %s",
-                offer.request_id,
-                offer.transfer_id,
+                send.request_id,
+                send.transfer_id,
                 event.reason,
                 event.detail,
             )
-        results.sent.add(offer.request_id)
+        if not send.final and not send.ended:
+            # The native engine remembers an open offer until its owner is done with it.
+            self._engine.withdraw(send.ticket, "revoked")
+        send.ended = send.event_taken = True
+        if send.held:
+            del self._sends[send.request_id]
+            results.sent.add(send.request_id)
 
     def _end_receive(self, event: Event, results: Results) -> None:
         receive = self._receives_by_ticket.get(event.ticket)
@@ -332,6 +447,7 @@ class WorkerSide:
             counters["live_receives"] = len(self._receives_by_ticket)
             counters["live_sends"] = len(self._sends)
             counters["live_waiting_for_peer"] = self._endpoints.waiting()
+            counters["rewinds"] = self._rewinds
         return counters
 
     def shutdown(self) -> None:

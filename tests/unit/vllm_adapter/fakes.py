@@ -24,6 +24,7 @@ def make_request(
         prompt_token_ids=list(range(tokens)),
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
+        num_preemptions=0,
         kv_transfer_params=params,
         status=SimpleNamespace(name="WAITING"),
         **more,
@@ -44,6 +45,28 @@ def consume(**more: object) -> dict[str, object]:
 def produce(**more: object) -> dict[str, object]:
     """A prefill leg's parameters."""
     return {"do_remote_decode": True, "transfer_id": "t", **more}
+
+
+def plan_step(
+    new: dict[str, Sequence[Sequence[int]]] | None = None,
+    cached: dict[str, Sequence[Sequence[int]] | None] | None = None,
+    scheduled: dict[str, int] | None = None,
+    resumed: Sequence[str] = (),
+) -> Any:
+    """What vLLM's scheduler has planned: blocks by request, and tokens by request."""
+    cached = cached or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=request_id, block_ids=blocks)
+            for request_id, blocks in (new or {}).items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            new_block_ids=list(cached.values()),
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens=scheduled or {},
+    )
 
 
 def scheduler_facts(**more: Any) -> SchedulerFacts:
@@ -86,6 +109,10 @@ class FakeEngine:
     revoked: list[int] = field(default_factory=list)
     offers: list[tuple[Any, ...]] = field(default_factory=list)
     withdrawn: list[tuple[Any, ...]] = field(default_factory=list)
+    device_events: list[int] = field(default_factory=list)
+    rewound: list[list[int]] = field(default_factory=list)
+    not_rewindable: set[int] = field(default_factory=set)
+    passed: int = 0
     events: list[FakeEvent] = field(default_factory=list)
     on_connect: Callable[[], list[int]] = lambda: [7]
     closed: int = 0
@@ -107,6 +134,18 @@ class FakeEngine:
 
     def offer(self, *arguments: Any) -> None:
         self.offers.append(arguments)
+
+    def offer_all(self, offers: Sequence[tuple[Any, ...]], device_event: int = 0) -> int:
+        self.offers += offers
+        self.device_events.append(device_event)
+        return len(self.device_events)
+
+    def rewind(self, tickets: Sequence[int], timeout_s: float) -> list[int]:
+        self.rewound.append(list(tickets))
+        return [ticket for ticket in tickets if ticket not in self.not_rewindable]
+
+    def fences_passed(self) -> int:
+        return self.passed
 
     def withdraw(self, *arguments: Any) -> None:
         self.withdrawn.append(arguments)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvpush.vllm import endpoints as endpoints_module
+from kvpush.vllm.device_events import StepEvents
 from kvpush.vllm.handshake import PROTOCOL, HelloReply, SideChannel
 from kvpush.vllm.messages import Grant, Offer, Refusal, StepOrders, Withdrawal
 from kvpush.vllm.worker import WorkerFacts, WorkerSide
@@ -29,7 +30,7 @@ def eventually(condition: Callable[[], Any]) -> Any:
 class Rig:
     """A worker side over a fake engine, with the side channel of a producer."""
 
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, events: StepEvents | None = None, **facts: Any) -> None:
         self.engine = FakeEngine()
         defaults: dict[str, Any] = {
             "engine_id": "d",
@@ -42,7 +43,9 @@ class Rig:
             "retry_backoff_s": 0.0,
             "drain_s": 1.0,
         }
-        self.side = WorkerSide(WorkerFacts(**{**defaults, **facts}), self.engine, [b"me"], 0)
+        self.side = WorkerSide(
+            WorkerFacts(**{**defaults, **facts}), self.engine, [b"me"], 0, events
+        )
         self.step = 0
         hello = HelloReply(PROTOCOL, "p", "push", 1, 1, [b"rank"])
         self.channel = SideChannel(HOST, 0, dict, hello)
