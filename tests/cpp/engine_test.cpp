@@ -70,6 +70,59 @@ TEST_F(EngineTest, OnlyWhatWaitsForAPeerIsWatchedClosely) {
   EXPECT_EQ(p.engine->tick(), Activity::kWaiting);
 }
 
+TEST_F(EngineTest, RewoundOfferDeliversTheNewBytes) {
+  meet(d, p);
+  p.fill_block(1, 10);
+  d.grant(5, 100, key_of("r"), {4, 3}, {10});
+  pass(10 * kMillisecond);
+  p.offer(6, key_of("r"), {1}, false);
+  pass(10 * kMillisecond);
+  p.engine->handle(RewindCommand{9, {6, 77}});
+  pass(10 * kMillisecond);
+  const auto results = p.take<RewindResult>();
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].id, 9U);
+  EXPECT_EQ(results[0].rewound, std::vector<Ticket>{6});
+  p.fill_block(1, 99);  // another request's
+  p.fill_block(5, 30);
+  p.fill_block(6, 40);
+  p.offer(6, key_of("r"), {5, 6});
+  pass(10 * kMillisecond);
+  expect_end(d, 5, End::kDone);
+  expect_end(p, 6, End::kDone);
+  EXPECT_TRUE(d.block_is(4, 30));
+  EXPECT_TRUE(d.block_is(3, 40));
+  expect_at_rest(p);
+}
+
+// An accelerator that has not finished yet.
+class ClosedFence final : public DeviceFence {
+ public:
+  Result<bool> is_complete(DeviceEvent) override { return open; }
+  bool open = false;
+};
+
+TEST_F(EngineTest, EventsAreTheirOwnersAgainWhenNothingWaitsForThem) {
+  ClosedFence fence;
+  Engine engine(*p.transport, p.clock, fence, {}, p.info);
+  for (Ticket ticket = 1; ticket <= 3; ++ticket) {
+    FencedOfferCommand command;
+    command.offer = {ticket, key_of("r" + std::to_string(ticket)), {GroupBlocks{0, {1}}}, 4, true};
+    command.event = 1000 + ticket;
+    command.fence = ticket;
+    engine.handle(std::move(command));
+  }
+  engine.tick();
+  EXPECT_EQ(engine.counters().fences_waiting, 3U);
+  EXPECT_EQ(engine.fences_passed(), 0U);
+  engine.handle(RewindCommand{1, {1}});
+  EXPECT_EQ(engine.fences_passed(), 1U) << "what was taken back waits for nothing";
+  fence.open = true;
+  engine.tick();
+  EXPECT_EQ(engine.fences_passed(), 3U);
+  EXPECT_EQ(engine.counters().offers_live, 2U);
+}
+
 TEST_F(EngineTest, RoundsThatFollowEachOtherReuseThePeer) {
   meet(d, p);
   for (Ticket round = 1; round <= 20; ++round) {

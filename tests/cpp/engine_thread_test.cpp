@@ -170,6 +170,15 @@ TEST_F(EngineThreadTest, MeetsTransfersAndStops) {
   EXPECT_EQ(d.thread.counters().transfers_received, 50U);
 }
 
+TEST_F(EngineThreadTest, RewindAnswersOrGivesUpInTime) {
+  EXPECT_TRUE(p.thread.rewind({1}, kLimit).empty()) << "not started";
+  ASSERT_TRUE(p.start().is_ok());
+  offer(1);
+  EXPECT_EQ(p.thread.rewind({1, 2}, kLimit), std::vector<Ticket>{1});
+  p.thread.shutdown(0);
+  EXPECT_TRUE(p.thread.rewind({1}, kLimit).empty());
+}
+
 TEST_F(EngineThreadTest, ShutdownDrainsAndTellsThePeer) {
   ASSERT_TRUE(p.start().is_ok());
   ASSERT_TRUE(d.start().is_ok());

@@ -103,6 +103,96 @@ TEST_F(ProducerScript, WatermarkRisesInWholeGranules) {
   expect_at_rest();
 }
 
+TEST_F(ProducerScript, PiecesThatAreTooSmallWaitForMore) {
+  config.granularity_tokens = 4;
+  config.min_piece_tokens = 12;
+  producer = Producer(config);
+  grant(kD, 100);
+  take(out);
+  offer(1, 8, false);
+  EXPECT_EQ(take(out), Lines{});
+  offer(1, 14, false);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [0,12)"});
+  offer(1, 20, false);
+  EXPECT_EQ(take(out), Lines{});
+  offer(1, 32, true);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [12,32) last"});
+}
+
+TEST_F(ProducerScript, SmallPieceThatEndsAGrantWaitsForNothing) {
+  config.granularity_tokens = 4;
+  config.min_piece_tokens = 100;
+  producer = Producer(config);
+  grant(kD, 100);
+  take(out);
+  offer(1, 40, false);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [0,32) last"});
+}
+
+TEST_F(ProducerScript, RewoundOfferIsWrittenAnewInTwoStages) {
+  config.granularity_tokens = 4;
+  producer = Producer(config);
+  grant(kD, 100);
+  offer(1, 8, false);
+  offer(1, 12, false);
+  take(out);
+  EXPECT_TRUE(producer.writes_in_flight(1));
+  EXPECT_TRUE(producer.rewind(1));
+  posted(1);
+  EXPECT_TRUE(producer.writes_in_flight(1));
+  posted(1);
+  EXPECT_FALSE(producer.writes_in_flight(1));
+  EXPECT_EQ(take(out), Lines{}) << "what was taken back is not offered";
+  offer(1, 8, false);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [0,8)"});
+  offer(1, 32, true);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [8,12)"}) << "the rest waits for what was written before";
+  posted(1);
+  EXPECT_EQ(take(out), Lines{});
+  posted(1);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [12,32) last"});
+  posted(1);
+  EXPECT_EQ(take(out), Lines{"offer 1 done"});
+  expect_at_rest();
+}
+
+TEST_F(ProducerScript, NewBlocksAreNotWrittenBesideOldOnes) {
+  config.granularity_tokens = 4;
+  producer = Producer(config);
+  grant(kD, 100);
+  offer(1, 8, false);
+  take(out);
+  producer.rewind(1);
+  offer(1, 32, true);
+  EXPECT_EQ(take(out), Lines{}) << "an old write is in flight";
+  posted(1);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [0,8)"});
+}
+
+TEST_F(ProducerScript, RewoundAfterItsLastPieceItEndsWithTheWritesUnderWay) {
+  grant(kD, 100);
+  offer(1, 32, true);
+  take(out);
+  EXPECT_TRUE(producer.rewind(1));
+  posted(1);
+  EXPECT_EQ(take(out), Lines{"offer 1 done"});
+  EXPECT_FALSE(producer.rewind(1));
+  EXPECT_FALSE(producer.writes_in_flight(1));
+  withdraw(1);  // its owner adds nothing more
+  EXPECT_EQ(take(out), Lines{});
+  expect_at_rest();
+}
+
+TEST_F(ProducerScript, RewoundOfferWithoutAGrantStaysOpen) {
+  offer(1, 32, true);
+  EXPECT_TRUE(producer.rewind(1));
+  tick(config.offer_ttl);
+  grant(kD, 100);
+  EXPECT_EQ(take(out), Lines{"to 7: ACCEPTED 100"});
+  offer(1, 32, true);
+  EXPECT_EQ(take(out), Lines{"post 1 to 7 [0,32) last"});
+}
+
 TEST_F(ProducerScript, WithoutGranularityNothingIsWrittenBeforeFinal) {
   grant(kD, 100);
   take(out);

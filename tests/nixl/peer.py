@@ -204,6 +204,15 @@ class Host:
         spent += time.thread_time() - thread
         return spent, time.process_time() - whole
 
+    def offer_all(self, offers: list[tuple[Any, ...]]) -> int:
+        return int(self._engine.offer_all(offers))
+
+    def fences_passed(self) -> int:
+        return int(self._engine.fences_passed())
+
+    def rewind(self, tickets: list[int], timeout_s: float) -> list[int]:
+        return list(self._engine.rewind(tickets, timeout_s))
+
     def offer_many(self, offers: list[dict[str, Any]]) -> None:
         for offer in offers:
             self._engine.offer(**offer)

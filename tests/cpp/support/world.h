@@ -65,13 +65,13 @@ class TestRank {
     }
     return true;
   }
-  void offer(Ticket ticket, const TransferKey& key, std::vector<BlockId> ids) {
+  void offer(Ticket ticket, const TransferKey& key, std::vector<BlockId> ids, bool final = true) {
     FencedOfferCommand command;
     command.offer.ticket = ticket;
     command.offer.key = key;
     command.offer.watermark = static_cast<std::uint32_t>(ids.size()) * kTinyTokensPerBlock;
     command.offer.new_blocks = {GroupBlocks{0, std::move(ids)}};
-    command.offer.final = true;
+    command.offer.final = final;
     engine->handle(std::move(command));
   }
   void grant(Ticket ticket, Attempt attempt, const TransferKey& key, std::vector<BlockId> ids,
