@@ -1,5 +1,6 @@
 // The Python module kvpush._core: every part of it, named once. The only file that includes
 // pybind11. Native threads never come through here: Python calls in, and polls for events.
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <tuple>
@@ -322,6 +323,25 @@ void bind_planner(py::module_& m) {
            "include_state"_a = true);
 }
 
+// Token ids as little-endian 32-bit words. vLLM hands over lists of thousands, for each request.
+py::bytes pack_tokens(const py::list& tokens) {
+  const Py_ssize_t count = PyList_GET_SIZE(tokens.ptr());
+  std::vector<std::uint32_t> words;
+  words.reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const unsigned long token = PyLong_AsUnsignedLong(PyList_GET_ITEM(tokens.ptr(), i));
+    if (PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    if (token > 0xFFFF'FFFFUL) {
+      throw py::value_error("token id " + std::to_string(token) + " has more than 32 bits");
+    }
+    words.push_back(static_cast<std::uint32_t>(token));
+  }
+  static_assert(std::endian::native == std::endian::little);
+  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(std::uint32_t)};
+}
+
 // --- engine -------------------------------------------------------------------------------------
 
 // Everything a rank's engine is made of, as Python gives it.
@@ -551,15 +571,20 @@ class PyEngine {
     command.blocks = block_table_from(blocks);
     command.writers = std::move(sessions);
     command.deadline = monotonic_now() + seconds("deadline_s", deadline_s);
-    thread_.submit(std::move(command));
+    submit(std::move(command));
   }
 
-  void revoke(Ticket ticket) { thread_.submit(RevokeCommand{ticket}); }
+  void revoke(Ticket ticket) { submit(RevokeCommand{ticket}); }
+
+  void cork() { is_corked_ = true; }
+  void uncork() {
+    is_corked_ = false;
+    thread_.submit_all(corked_);
+  }
 
   void offer(Ticket ticket, const std::string& transfer_id, const py::bytes& fingerprint,
              const py::sequence& new_blocks, std::uint32_t watermark, bool final) {
-    thread_.submit(
-        make_offer(ticket, transfer_id, fingerprint, new_blocks, watermark, final, 0, 0));
+    submit(make_offer(ticket, transfer_id, fingerprint, new_blocks, watermark, final, 0, 0));
   }
 
   std::uint64_t offer_all(const std::vector<py::tuple>& offers, DeviceEvent device_event) {
@@ -571,10 +596,10 @@ class PyEngine {
         throw py::value_error("an offer has " + std::to_string(offer.size()) +
                               " fields; it must have 6");
       }
-      commands.emplace_back(make_offer(
-          offer[0].cast<Ticket>(), offer[1].cast<std::string>(), offer[2].cast<py::bytes>(),
-          offer[3].cast<py::sequence>(), offer[4].cast<std::uint32_t>(), offer[5].cast<bool>(),
-          device_event, fence));
+      commands.emplace_back(make_offer(offer[0].cast<Ticket>(), offer[1].cast<std::string>(),
+                                       offer[2].cast<py::bytes>(), offer[3].cast<py::sequence>(),
+                                       offer[4].cast<std::uint32_t>(), offer[5].cast<bool>(),
+                                       device_event, fence));
     }
     ++next_fence_;
     thread_.submit_all(commands);
@@ -588,6 +613,7 @@ class PyEngine {
   }
 
   std::uint64_t fences_passed() const { return thread_.fences_passed(); }
+  bool has_events() const { return thread_.has_events(); }
 
   void withdraw(Ticket ticket, const std::string& reason, const std::string& transfer_id,
                 const py::bytes& fingerprint) {
@@ -598,7 +624,7 @@ class PyEngine {
     if (command.has_key) {
       command.key = key_from(transfer_id, fingerprint);
     }
-    thread_.submit(std::move(command));
+    submit(std::move(command));
   }
 
   std::vector<PyEvent> poll() {
@@ -636,10 +662,18 @@ class PyEngine {
   }
 
  private:
+  void submit(Command command) {
+    if (is_corked_) {
+      corked_.push_back(std::move(command));
+    } else {
+      thread_.submit(std::move(command));
+    }
+  }
+
   static FencedOfferCommand make_offer(Ticket ticket, const std::string& transfer_id,
-                                       const py::bytes& fingerprint,
-                                       const py::sequence& new_blocks, std::uint32_t watermark,
-                                       bool final, DeviceEvent event, std::uint64_t fence) {
+                                       const py::bytes& fingerprint, const py::sequence& new_blocks,
+                                       std::uint32_t watermark, bool final, DeviceEvent event,
+                                       std::uint64_t fence) {
     FencedOfferCommand command;
     command.offer.ticket = ticket;
     command.offer.key = key_from(transfer_id, fingerprint);
@@ -674,7 +708,10 @@ class PyEngine {
 
   PyConfig config_;
   EngineThread thread_;
-  std::uint64_t next_fence_ = 1;  // guarded by the GIL
+  // Guarded by the GIL.
+  std::uint64_t next_fence_ = 1;
+  bool is_corked_ = false;
+  std::vector<Command> corked_;
 };
 
 void bind_engine(py::module_& m) {
@@ -694,6 +731,9 @@ void bind_engine(py::module_& m) {
       .def("fences_passed", &PyEngine::fences_passed)
       .def("withdraw", &PyEngine::withdraw, "ticket"_a, "reason"_a, "transfer_id"_a = "",
            "fingerprint"_a = py::bytes())
+      .def("cork", &PyEngine::cork)
+      .def("uncork", &PyEngine::uncork)
+      .def("has_events", &PyEngine::has_events)
       .def("poll", &PyEngine::poll)
       .def("counters", &PyEngine::counters)
       .def("shutdown", &PyEngine::shutdown, "drain_s"_a);
@@ -710,6 +750,7 @@ PYBIND11_MODULE(_core, m) {
   bind_peer_info(m);
   bind_event(m);
   bind_engine(m);
+  m.def("pack_tokens", &pack_tokens, "tokens"_a);
 }
 
 }  // namespace kvpush

@@ -116,7 +116,7 @@ void EngineThread::nap(Activity activity, TimeNs last_progress) {
   if (activity == Activity::kIdle) {
     commands_.wait(loop_.idle_poll);
   } else if (clock_.now() - last_progress > loop_.spin) {
-    commands_.wait(loop_.busy_poll);
+    commands_.nap(loop_.busy_poll);
   }
 }
 

@@ -2,8 +2,9 @@
 // enters Python. Every public method may be called from any thread.
 //
 // The loop spins while something happens, yields the core for short naps while something is live,
-// and sleeps while nothing is; a command wakes it at once. A message from a peer can't wake it
-// (NIXL has no way to wait), so the nap lengths are what its latency costs.
+// and sleeps while nothing is. A command ends the sleep at once, and waits for the end of a nap:
+// waking a thread would cost the caller more than the nap costs the transfer. A message from a peer
+// can't wake it (NIXL has no way to wait), so the lengths are what its latency costs.
 #pragma once
 
 #include <atomic>

@@ -139,6 +139,9 @@ class CopyPlanner:
     ) -> CopyPlan:
         """Plan [begin, end) token positions. ValueError if a block is missing or out of range."""
 
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Token ids as little-endian 32-bit words. Raises OverflowError or ValueError beyond them."""
+
 # --- engine -------------------------------------------------------------------------------------
 
 @final
@@ -343,6 +346,12 @@ class Engine:
         With a key and a ticket never offered, tells consumers that this transfer will not come; no
         event follows then.
         """
+    def cork(self) -> None:
+        """Keep the commands that come now, to be delivered together by uncork()."""
+    def uncork(self) -> None:
+        """Deliver what was kept."""
+    def has_events(self) -> bool:
+        """Whether poll() would return any; costs next to nothing."""
     def poll(self) -> list[Event]:
         """Take the events since the last call."""
     def counters(self) -> dict[str, int]:

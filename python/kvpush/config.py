@@ -98,7 +98,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Its sleep between looks when nothing is in flight: under 1 % of a core."""
 
     push_when: Literal["step", "end"] = "step"
-    """When a prefill is pushed: after each of its steps what that has computed, or all at its end."""
+    """When a prefill is pushed: after each step what that has computed, or all of it at its end."""
 
     min_push_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 1 << 20
     """Before the end of a prefill, pieces of fewer bytes than this (of one rank) wait for more."""

@@ -34,7 +34,6 @@ _TIMEOUTS = {
 }
 
 _FAIL = Connector(KVPUSH.name, KVPUSH.module_path, _TIMEOUTS, load_failure_policy="fail")
-_RECOMPUTE = Connector(KVPUSH.name, KVPUSH.module_path, _TIMEOUTS, load_failure_policy="recompute")
 
 # This model's chunks are small, and all are to be pushed.
 _STREAMED = Connector(
@@ -55,7 +54,7 @@ SMALL_POOL_BLOCKS = 48
 SMALL_CHUNK_TOKENS = 128
 
 # In the order in which they run.
-PAIRS = ("default_pair", "small_pair")
+PAIRS = ("default_pair", "small_pair", "at_end_pair")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -157,12 +156,23 @@ def default_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
     yield from _checked(fleet.pair("default_pair", spec))
 
 
+_SMALL = {
+    "num_blocks": SMALL_POOL_BLOCKS,
+    "max_num_batched_tokens": SMALL_CHUNK_TOKENS,
+    "max_model_len": 1024,
+}
+
+
 @pytest.fixture
 def small_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
-    """Few blocks and small prefill chunks on both sides; failed loads are recomputed."""
-    base = {
-        "num_blocks": SMALL_POOL_BLOCKS,
-        "max_num_batched_tokens": SMALL_CHUNK_TOKENS,
-        "max_model_len": 1024,
-    }
-    yield from _checked(fleet.pair("small_pair", PairSpec(model, _RECOMPUTE, base=base)))
+    """Few blocks and small prefill chunks on both sides, each of which is pushed.
+
+    Failed loads are recomputed.
+    """
+    yield from _checked(fleet.pair("small_pair", PairSpec(model, _STREAMED, base=_SMALL)))
+
+
+@pytest.fixture
+def at_end_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
+    """The same, but prefills are pushed at their end."""
+    yield from _checked(fleet.pair("at_end_pair", PairSpec(model, _AT_END, base=_SMALL)))

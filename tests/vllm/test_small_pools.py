@@ -1,4 +1,7 @@
-"""Chunked prefill and preemption, with few blocks on both sides."""
+"""Chunked prefill and preemption, with few blocks on both sides.
+
+The first pair pushes each chunk when it has been computed, the second all of them at the end.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,21 @@ MOST_ROUNDS = 6
 
 
 def test_chunked_prefill(small_pair, reference):
+    check_chunked_prefill(small_pair, reference)
+
+
+def test_chunked_prefill_pushed_at_its_end(at_end_pair, reference):
+    check_chunked_prefill(at_end_pair, reference)
+
+
+def check_chunked_prefill(pair, reference):
     # Up to seven chunks of 128 tokens.
     requests = mixed(16, shortest=100, longest=850, seed=901)
-    received = small_pair.counters(small_pair.consumers)["transfers_received"]
-    got = asyncio.run(small_pair.send_all(requests, at_once=2))
+    received = pair.counters(pair.consumers)["transfers_received"]
+    got = asyncio.run(pair.send_all(requests, at_once=2))
     require_equal(requests, reference.answers(requests), got)
-    small_pair.wait_at_rest()
-    received = small_pair.counters(small_pair.consumers)["transfers_received"] - received
+    pair.wait_at_rest()
+    received = pair.counters(pair.consumers)["transfers_received"] - received
     assert received == len(requests), "the decode engine computed prompts itself"
 
 
@@ -43,7 +54,17 @@ def test_preemption_on_decode(small_pair, reference):
 
 
 def test_preemption_on_prefill(small_pair, reference):
-    producer = small_pair.producers[0]
+    check_preemption_on_prefill(small_pair, reference)
+    counters = small_pair.counters(small_pair.producers)
+    assert counters["writes_posted"] > counters["transfers_sent"], "chunks were not pushed"
+
+
+def test_preemption_on_prefill_pushed_at_its_end(at_end_pair, reference):
+    check_preemption_on_prefill(at_end_pair, reference)
+
+
+def check_preemption_on_prefill(pair, reference):
+    producer = pair.producers[0]
     before = producer.metric(PREEMPTIONS)
     for turn in range(MOST_ROUNDS):
         # Decodes on the prefill engine grow while prefills of long prompts are under way.
@@ -54,7 +75,7 @@ def test_preemption_on_prefill(small_pair, reference):
         async def scenario(growing=growing, requests=requests):
             async with Client() as client:
                 return await asyncio.gather(
-                    small_pair.send_all(requests),
+                    pair.send_all(requests),
                     client.complete_all(producer.url, growing),
                 )
 

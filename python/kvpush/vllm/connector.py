@@ -112,6 +112,7 @@ class _WorkerRole:
         self.side: WorkerSide | None = None
         self.info = b""
         self.stats = KvPushStats()
+        self.metadata: Any = None
         # Interfaces that take failures by block: reported there first, then as received.
         self.failed_blocks: set[int] = set()
         self.failed_waiting: set[str] = set()
@@ -128,12 +129,15 @@ class _WorkerRole:
 
     def begin_step(self, metadata: Any) -> None:
         """Carry out this step's orders, once."""
+        if metadata is self.metadata:
+            return
+        self.metadata = metadata
         if self.side is not None and isinstance(metadata, StepMetadata):
             self.side.begin_step(metadata.orders)
 
     def take_results(self) -> Results:
         """What has ended; counted for the metrics."""
-        if self.side is None:
+        if self.side is None or not self.side.has_results():
             return Results()
         results = self.side.take_results()
         for event in results.events:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 __all__ = ["CudaEvents", "HostEvents", "StepEvents"]
 
 _MAX_EVENTS = 64
-"""An engine plans one or two steps ahead of its device; what comes beyond waits for a later step."""
+"""An engine is one or two steps ahead of its device; what comes beyond goes with a later step."""
 
 
 class StepEvents(Protocol):

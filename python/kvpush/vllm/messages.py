@@ -90,7 +90,6 @@ class StepOrders:
     `progress` after its forward pass, the rest before it, `rewinds` first of all.
     """
 
-
     step: int = 0
     grants: list[Grant] = field(default_factory=list)
     revokes: list[str] = field(default_factory=list)

@@ -162,18 +162,26 @@ class WorkerSide:
             self._rewind(orders.rewinds)
         self._progress += orders.progress
         with self._lock:
-            for offer in orders.offers:
-                self._offer(offer)
-            for close in orders.closes:
-                self._close(close)
-            for withdrawal in orders.withdrawals:
-                self._withdraw(withdrawal)
-            for grant in orders.grants:
-                self._receive(grant)
-            for refusal in orders.refusals:
-                self._refuse(refusal)
-            for request_id in orders.revokes:
-                self._revoke(request_id)
+            # All of a step wakes the native thread once.
+            self._engine.cork()
+            try:
+                self._carry_out(orders)
+            finally:
+                self._engine.uncork()
+
+    def _carry_out(self, orders: StepOrders) -> None:
+        for offer in orders.offers:
+            self._offer(offer)
+        for close in orders.closes:
+            self._close(close)
+        for withdrawal in orders.withdrawals:
+            self._withdraw(withdrawal)
+        for grant in orders.grants:
+            self._receive(grant)
+        for refusal in orders.refusals:
+            self._refuse(refusal)
+        for request_id in orders.revokes:
+            self._revoke(request_id)
 
     def end_step(self) -> None:
         """The forward pass of the step has run, or is queued on the device."""
@@ -257,9 +265,7 @@ class WorkerSide:
             self._early_sent.append(close.request_id)
         elif close.reason and not send.ended:
             send.ended = True
-            self._engine.withdraw(
-                send.ticket, close.reason, close.transfer_id, close.fingerprint
-            )
+            self._engine.withdraw(send.ticket, close.reason, close.transfer_id, close.fingerprint)
 
     def _withdraw(self, withdrawal: Withdrawal) -> None:
         self._engine.withdraw(
@@ -359,6 +365,10 @@ class WorkerSide:
         self._failed_blocks[grant.request_id] = [b for b in grant.blocks[0][1] if b >= 0]
 
     # --- reports ----------------------------------------------------------------------------
+
+    def has_results(self) -> bool:
+        """Whether take_results() would find anything; costs next to nothing."""
+        return bool(self._early or self._early_sent or self._engine.has_events())
 
     def take_results(self) -> Results:
         """What has ended since the last call."""

@@ -116,6 +116,7 @@ class FakeEngine:
     events: list[FakeEvent] = field(default_factory=list)
     on_connect: Callable[[], list[int]] = lambda: [7]
     closed: int = 0
+    corked: bool = False
 
     def connect(
         self,
@@ -149,6 +150,16 @@ class FakeEngine:
 
     def withdraw(self, *arguments: Any) -> None:
         self.withdrawn.append(arguments)
+
+    def cork(self) -> None:
+        assert not self.corked
+        self.corked = True
+
+    def uncork(self) -> None:
+        self.corked = False
+
+    def has_events(self) -> bool:
+        return bool(self.events)
 
     def poll(self) -> list[FakeEvent]:
         events, self.events = self.events, []
