@@ -1,6 +1,5 @@
 // The Python module kvpush._core: every part of it, named once. The only file that includes
 // pybind11. Native threads never come through here: Python calls in, and polls for events.
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <tuple>
@@ -321,25 +320,6 @@ void bind_planner(py::module_& m) {
       .def(py::init(&make_planner), "local"_a, "remote"_a, "pairs"_a, "local_is_producer"_a)
       .def("plan", &plan_py, "span"_a, "local_blocks"_a, "remote_blocks"_a,
            "include_state"_a = true);
-}
-
-// Token ids as little-endian 32-bit words. vLLM hands over lists of thousands, for each request.
-py::bytes pack_tokens(const py::list& tokens) {
-  const Py_ssize_t count = PyList_GET_SIZE(tokens.ptr());
-  std::vector<std::uint32_t> words;
-  words.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const unsigned long token = PyLong_AsUnsignedLong(PyList_GET_ITEM(tokens.ptr(), i));
-    if (PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
-    if (token > 0xFFFF'FFFFUL) {
-      throw py::value_error("token id " + std::to_string(token) + " has more than 32 bits");
-    }
-    words.push_back(static_cast<std::uint32_t>(token));
-  }
-  static_assert(std::endian::native == std::endian::little);
-  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(std::uint32_t)};
 }
 
 // --- engine -------------------------------------------------------------------------------------
@@ -750,7 +730,6 @@ PYBIND11_MODULE(_core, m) {
   bind_peer_info(m);
   bind_event(m);
   bind_engine(m);
-  m.def("pack_tokens", &pack_tokens, "tokens"_a);
 }
 
 }  // namespace kvpush

@@ -260,7 +260,11 @@ void Engine::settle_rewinds() {
 }
 
 std::uint64_t Engine::fences_passed() const noexcept {
-  return fences_.empty() ? last_fence_ : fences_.front().fence - 1;
+  if (fences_.empty()) {
+    return last_fence_;
+  }
+  const std::uint64_t first = fences_.front().fence;  // 0: it has no event, and opens at once
+  return first == 0 ? 0 : first - 1;
 }
 
 void Engine::on(const WithdrawCommand& command) {

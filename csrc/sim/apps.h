@@ -32,6 +32,8 @@ class ProducerApp final : public Machine {
     bool offered = false;
     bool over = false;  // the last chunk was offered, or it was withdrawn
     int running_chunks = 0;
+    std::set<std::size_t> rewinding;  // ranks that have not answered yet
+    bool rewound = false;             // by all that have
   };
   void begin(Ticket ticket, int tries_left);
   void next_chunk(Ticket ticket);
@@ -39,7 +41,10 @@ class ProducerApp final : public Machine {
   void offer(std::size_t rank, Ticket ticket, Prefill& prefill, TokenSpan span, bool bad,
              DeviceEvent event);
   void withdraw(Ticket ticket, bool with_key);
+  void rewind(Ticket ticket);
+  void compute_again(Ticket ticket);
   void free_if_over(Ticket ticket);
+  void release(const std::vector<BlockId>& blocks);
   void on_event(std::size_t rank, EngineEvent& event) override;
   void on_death() override { prefills_.clear(); }
 

@@ -69,6 +69,10 @@ void ProducerApp::next_chunk(Ticket ticket) {
   }
   Random& random = world_.random();
   if (!world_.healed() && random.chance(world_.settings().preempt_per_mille)) {
+    if (found->second.offered && random.chance(500)) {
+      rewind(ticket);
+      return;
+    }
     // Its KV is computed anew, under a ticket of its own, when there is room.
     const Ticket again = next_ticket_++;
     prefills_[again].id = found->second.id;
@@ -157,6 +161,38 @@ void ProducerApp::withdraw(Ticket ticket, bool with_key) {
   free_if_over(ticket);
 }
 
+// Its blocks go to others as soon as nothing reads them; then it is computed anew.
+void ProducerApp::rewind(Ticket ticket) {
+  Prefill& prefill = prefills_.at(ticket);
+  prefill.rewound = true;
+  for (std::size_t rank = 0; rank < ranks().size(); ++rank) {
+    prefill.rewinding.insert(rank);
+  }
+  for (std::size_t rank = 0; rank < ranks().size(); ++rank) {
+    command(rank, RewindCommand{ticket, {ticket}});
+  }
+}
+
+void ProducerApp::compute_again(Ticket ticket) {
+  const auto found = prefills_.find(ticket);
+  if (found == prefills_.end() || found->second.over) {
+    return;
+  }
+  Prefill& prefill = found->second;
+  if (prefill.running_chunks != 0) {  // the accelerator still writes into its blocks
+    later(kBlockWait, [this, ticket] { compute_again(ticket); });
+    return;
+  }
+  release(std::exchange(prefill.blocks, {}));
+  prefill.done_tokens = 0;
+  if (prefill.rewound) {
+    later(world_.random().between(0, 20 * kMillisecond),
+          [this, ticket] { begin(ticket, kBlockTries); });
+  } else {
+    withdraw(ticket, false);
+  }
+}
+
 void ProducerApp::free_if_over(Ticket ticket) {
   const auto found = prefills_.find(ticket);
   if (found == prefills_.end() || !found->second.over || !found->second.open_ranks.empty() ||
@@ -165,6 +201,10 @@ void ProducerApp::free_if_over(Ticket ticket) {
   }
   const std::vector<BlockId> blocks = std::move(found->second.blocks);
   prefills_.erase(found);
+  release(blocks);
+}
+
+void ProducerApp::release(const std::vector<BlockId>& blocks) {
   for (const BlockId block : blocks) {
     for (const auto& rank : ranks()) {
       const std::uint64_t bytes = std::uint64_t{rank->heads} * rank->block_tokens * 8;
@@ -180,6 +220,16 @@ void ProducerApp::free_if_over(Ticket ticket) {
 }
 
 void ProducerApp::on_event(std::size_t rank, EngineEvent& event) {
+  if (const auto* result = std::get_if<RewindResult>(&event)) {
+    const auto found = prefills_.find(result->id);
+    if (found != prefills_.end() && found->second.rewinding.erase(rank) != 0) {
+      found->second.rewound = found->second.rewound && !result->rewound.empty();
+      if (found->second.rewinding.empty()) {
+        compute_again(result->id);
+      }
+    }
+    return;
+  }
   const auto* end = std::get_if<EndAction>(&event);
   if (end == nullptr) {
     return;

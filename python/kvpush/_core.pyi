@@ -139,9 +139,6 @@ class CopyPlanner:
     ) -> CopyPlan:
         """Plan [begin, end) token positions. ValueError if a block is missing or out of range."""
 
-def pack_tokens(tokens: list[int]) -> bytes:
-    """Token ids as little-endian 32-bit words. Raises OverflowError or ValueError beyond them."""
-
 # --- engine -------------------------------------------------------------------------------------
 
 @final

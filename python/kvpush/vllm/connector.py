@@ -135,10 +135,10 @@ class _WorkerRole:
         if self.side is not None and isinstance(metadata, StepMetadata):
             self.side.begin_step(metadata.orders)
 
-    def take_results(self) -> Results:
-        """What has ended; counted for the metrics."""
+    def take_results(self) -> Results | None:
+        """What has ended; counted for the metrics. None if nothing has, as in most steps."""
         if self.side is None or not self.side.has_results():
-            return Results()
+            return None
         results = self.side.take_results()
         for event in results.events:
             self.stats.record(event)
@@ -156,6 +156,8 @@ class _WorkerRole:
         A failed request's blocks go out before its report, whichever vLLM asks for first.
         """
         results = self.take_results()
+        if results is None:
+            return
         self.sent |= results.sent
         self.received |= results.received - results.failed
         for request_id in results.failed:
@@ -314,6 +316,8 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         del finished_req_ids
         worker = self._worker_role
         results = worker.take_results()
+        if results is None:
+            return vllm_base.KVConnectorTransferResults()
         for request_id in results.failed:
             worker.blocks_of(request_id)
         return vllm_base.KVConnectorTransferResults(

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from kvpush._core import pack_tokens
+import msgspec
 
 __all__ = ["FINGERPRINT_BYTES", "PromptRequest", "fingerprint", "has_embeds"]
 
@@ -44,8 +44,9 @@ def _texts(request: Any) -> Iterable[str]:
 def fingerprint(request: Any) -> bytes:
     """16 bytes over token ids, LoRA name, cache salt and multimodal items with their places."""
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"kvpush-prompt")
-    ids = request.prompt_token_ids
-    tokens = pack_tokens(ids if isinstance(ids, list) else list(ids or ()))
+    # MessagePack gives small ids few bytes: less to convert and less to hash than fixed-size ones,
+    # and the same bytes in every process.
+    tokens = msgspec.msgpack.encode(list(request.prompt_token_ids or ()))
     digest.update(len(tokens).to_bytes(8, "little"))
     digest.update(tokens)
     for text in _texts(request):

@@ -28,8 +28,11 @@ class FakeWorkerSide:
         self.results: list[Results] = []
         self.blocks = {"bad": [3, 4]}
 
+    def has_results(self) -> bool:
+        return bool(self.results)
+
     def take_results(self) -> Results:
-        return self.results.pop(0) if self.results else Results()
+        return self.results.pop(0)
 
     def failed_blocks(self, request_id: str) -> list[int]:
         return self.blocks.pop(request_id, [])
