@@ -100,8 +100,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     push_when: Literal["step", "end"] = "step"
     """When a prefill is pushed: after each step what that has computed, or all of it at its end."""
 
-    min_push_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 1 << 20
-    """Before the end of a prefill, pieces of fewer bytes than this (of one rank) wait for more."""
+    min_push_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 4 << 20
+    """Before the end of a prefill, pieces of fewer bytes than this (of one rank) wait for more. Each
+    piece costs a descriptor per layer; with dozens of layers a piece of this size costs little more
+    than its share of one push, and a piece of a quarter of it twice that. Short prompts, and tokens
+    decoded beside a prefill, make no pieces of their own."""
 
     model_id: str = ""
     """Name that both sides of a pair must share; empty: the model's name or path as served. Set it
