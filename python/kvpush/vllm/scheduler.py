@@ -49,6 +49,9 @@ logger = get_logger("scheduler")
 _HANDING_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Ends of a prefill whose KV is whole; every other end is an abort or an error."""
 
+_NOTHING = StepOrders()
+"""The orders of most steps; nobody adds to them."""
+
 _Key = tuple[str, bytes]
 
 
@@ -167,14 +170,17 @@ class SchedulerSide:
 
     def take_orders(self, output: Any = None) -> StepOrders:
         """The orders of the step that vLLM has just planned, its scheduler's output."""
-        self._step += 1
-        orders, self._orders = self._orders, StepOrders()
-        orders.step = self._step
+        orders = self._orders
         if self._may_stream and self._producing and output is not None:
             for new in output.scheduled_new_reqs:
                 self._begin_stream(new.req_id)
             if self._streams:
                 self._streams.add_step(output, orders)
+        if not orders:
+            return _NOTHING
+        self._orders = StepOrders()
+        self._step += 1
+        orders.step = self._step
         return orders
 
     def finished(
