@@ -101,10 +101,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """When a prefill is pushed: after each step what that has computed, or all of it at its end."""
 
     min_push_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 4 << 20
-    """Before the end of a prefill, pieces of fewer bytes than this (of one rank) wait for more. Each
-    piece costs a descriptor per layer; with dozens of layers a piece of this size costs little more
-    than its share of one push, and a piece of a quarter of it twice that. Short prompts, and tokens
-    decoded beside a prefill, make no pieces of their own."""
+    """Before the end of a prefill, smaller pieces than this (of one rank) wait for more. Each piece
+    costs a descriptor per layer: with dozens of layers pieces of this size cost little more than
+    one push of the whole, pieces of a few hundred KiB several times that. Short prompts, and chunks
+    cut small by decodes beside them, make no pieces of their own."""
 
     model_id: str = ""
     """Name that both sides of a pair must share; empty: the model's name or path as served. Set it
