@@ -8,7 +8,6 @@ connectors have only the marks that vLLM's own hooks give.
     given      P's worker hands the blocks to whoever writes them (the last of them, if in pieces)
     begun      the first call to post begins
     posted     the last one returns
-    done       P sees that all of it has been written (kvpush only)
     received   D's worker reports the request
 """
 
@@ -70,15 +69,14 @@ class StageTimer:
         connector.get_transfer_results = noted
 
     def _follow_ours(self, side: Any) -> None:
-        self._before(side, "_offer", lambda offer: self._mark(offer.request_id, "given"))
+        # In pieces, where the prefill is streamed: the last one's mark stays.
+        self._before(side, "_prepare", lambda offer: self._mark(offer.request_id, "given"))
 
         def ended(event: Any, _: Any) -> None:
-            offer = side._sends.get(event.ticket)
-            if event.kind == "sent" and offer is not None:
-                self._mark(offer.request_id, "begun", event.first_post_ns)
-                self._mark(offer.request_id, "posted", event.last_post_ns)
-                done = event.first_post_ns + int(1e3 * event.transfer_us)
-                self._mark(offer.request_id, "done", done)
+            send = side._sends_by_ticket.get(event.ticket)
+            if event.kind == "sent" and send is not None:
+                self._mark(send.request_id, "begun", event.first_post_ns)
+                self._mark(send.request_id, "posted", event.last_post_ns)
 
         self._before(side, "_take_event", ended)
 

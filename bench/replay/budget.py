@@ -22,7 +22,6 @@ STAGES = (
     ("P's scheduler to its worker's writer", "finished", "given"),
     ("to the first post", "given", "begun"),
     ("posting", "begun", "posted"),
-    ("last post to seen as written on P", "posted", "done"),
     ("last post to D's worker", "posted", "received"),
     ("D's worker to the first token", "received", "token"),
     ("all: prefill's end to the first token", "finished", "token"),

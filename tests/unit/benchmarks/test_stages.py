@@ -29,13 +29,14 @@ class Reports:
 
 class OurSide:
     def __init__(self) -> None:
-        self._sends = {7: SimpleNamespace(request_id="a-01234567")}
+        self._sends_by_ticket = {7: SimpleNamespace(request_id="a-01234567")}
 
-    def _offer(self, offer: Any) -> None:
+    def _prepare(self, offer: Any) -> int:
         del offer
+        return 3
 
     def _take_event(self, event: Any, results: Any) -> None:
-        del self._sends[event.ticket]
+        del self._sends_by_ticket[event.ticket]
 
 
 class StockWorker:
@@ -58,14 +59,12 @@ def test_marks_of_ours() -> None:
     timer, scheduler, connector = followed(_worker=SimpleNamespace(side=side))
     request = SimpleNamespace(request_id="a-01234567")
     assert scheduler.request_finished(request, [1]) == "a-01234567 with [1]"
-    side._offer(request)
-    event = SimpleNamespace(
-        kind="sent", ticket=7, first_post_ns=100, last_post_ns=2000, transfer_us=5.0
-    )
+    assert side._prepare(request) == 3
+    event = SimpleNamespace(kind="sent", ticket=7, first_post_ns=100, last_post_ns=2000)
     side._take_event(event, None)
     marks = timer.marks["a"]
     assert marks["finished"] <= marks["given"]
-    assert (marks["begun"], marks["posted"], marks["done"]) == (100, 2000, 5100)
+    assert (marks["begun"], marks["posted"]) == (100, 2000)
     connector.received = {"b-89abcdef"}
     assert connector.get_transfer_results(set()).finished_recving == {"b-89abcdef"}
     assert timer.marks["b"].keys() == {"received"}
