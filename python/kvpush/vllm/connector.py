@@ -140,6 +140,7 @@ class _WorkerRole:
         if self.side is None or not self.side.has_results():
             return None
         results = self.side.take_results()
+        self.stats.record_received(results.delivered)
         for event in results.events:
             self.stats.record(event)
         for reason in results.failures:

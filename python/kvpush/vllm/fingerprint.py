@@ -46,7 +46,8 @@ def fingerprint(request: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"kvpush-prompt")
     # MessagePack gives small ids few bytes: less to convert and less to hash than fixed-size ones,
     # and the same bytes in every process.
-    tokens = msgspec.msgpack.encode(list(request.prompt_token_ids or ()))
+    ids = request.prompt_token_ids
+    tokens = msgspec.msgpack.encode(ids if isinstance(ids, list) else list(ids or ()))
     digest.update(len(tokens).to_bytes(8, "little"))
     digest.update(tokens)
     for text in _texts(request):

@@ -46,6 +46,10 @@ class KvPushStats(KVConnectorStats):
         elif event.kind in ("receive_failed", "send_failed"):
             self.record_failure(event.reason)
 
+    def record_received(self, count: int) -> None:
+        """Count grants that ended well."""
+        self.data["received"] += count
+
     def record_failure(self, reason: str) -> None:
         """Count a transfer that did not take place."""
         failed = self.data["failed"]

@@ -71,6 +71,8 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    delivered: int = 0
+    """Receives that ended well; they have no event below."""
     events: list[Event] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """Reasons of failures that never reached the native engine."""
@@ -392,20 +394,25 @@ class WorkerSide:
             return self._failed_blocks.pop(request_id, [])
 
     def _take_event(self, event: Event, results: Results) -> None:
+        kind = event.kind
+        if kind == "received":  # nearly all on a decode engine
+            results.delivered += 1
+            self._end_receive(event, kind, results)
+            return
         results.events.append(event)
-        if event.kind == "peer_lost":
+        if kind == "peer_lost":
             logger.warning("A peer was lost (session %016x): %s", event.session, event.detail)
             self._endpoints.forget_session(event.session)
-        elif event.kind in ("sent", "send_failed"):
-            self._end_send(event, results)
+        elif kind in ("sent", "send_failed"):
+            self._end_send(event, kind, results)
         else:
-            self._end_receive(event, results)
+            self._end_receive(event, kind, results)
 
-    def _end_send(self, event: Event, results: Results) -> None:
+    def _end_send(self, event: Event, kind: str, results: Results) -> None:
         send = self._sends_by_ticket.pop(event.ticket, None)
         if send is None:
             return
-        if event.kind == "send_failed":
+        if kind == "send_failed":
             logger.warning(
                 "Request %s (transfer %s): its KV was not handed over: %s. %s",
                 send.request_id,
@@ -421,16 +428,16 @@ class WorkerSide:
             del self._sends[send.request_id]
             results.sent.add(send.request_id)
 
-    def _end_receive(self, event: Event, results: Results) -> None:
+    def _end_receive(self, event: Event, kind: str, results: Results) -> None:
         receive = self._receives_by_ticket.get(event.ticket)
         if receive is None:
             return
         self._forget(receive)
         grant = receive.grant
-        if event.kind == "receive_failed" and event.reason == "peer_lost":
-            self._endpoints.forget(receive.address)
         results.received.add(grant.request_id)
-        if event.kind == "receive_failed":
+        if kind == "receive_failed":
+            if event.reason == "peer_lost":
+                self._endpoints.forget(receive.address)
             self._log_failure(grant, event.reason, event.detail)
             self._remember_blocks(grant)
             results.failed.add(grant.request_id)

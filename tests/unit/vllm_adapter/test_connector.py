@@ -104,7 +104,7 @@ def test_stats_of_ranks_and_intervals_add_up() -> None:
         "sent", 1, bytes=2**20, descriptors_before=10, descriptors=2, plan_us=5, transfer_us=1500
     )
     first.record(sent)  # type: ignore[arg-type]
-    second.record(FakeEvent("received", 2))  # type: ignore[arg-type]
+    second.record_received(1)
     second.record(FakeEvent("receive_failed", 2, "deadline"))  # type: ignore[arg-type]
     second.record_failure("deadline")
     both = KvPushConnector.build_kv_connector_stats(first.data).aggregate(second)
