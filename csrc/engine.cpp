@@ -234,10 +234,20 @@ void Engine::deliver(OfferCommand offer) {
 }
 
 void Engine::on(RewindCommand command) {
-  std::erase_if(fences_, [&command](const FencedOfferCommand& waiting) {
-    return std::find(command.tickets.begin(), command.tickets.end(), waiting.offer.ticket) !=
-           command.tickets.end();
-  });
+  // What still waits for the accelerator is made known without its KV, so that the offer is there
+  // to be offered anew, or to be ended.
+  for (auto waiting = fences_.begin(); waiting != fences_.end();) {
+    if (std::find(command.tickets.begin(), command.tickets.end(), waiting->offer.ticket) ==
+        command.tickets.end()) {
+      ++waiting;
+      continue;
+    }
+    waiting->offer.watermark = 0;
+    waiting->offer.final = false;
+    waiting->offer.new_blocks.clear();
+    deliver(std::move(waiting->offer));
+    waiting = fences_.erase(waiting);
+  }
   for (const Ticket ticket : command.tickets) {
     producer_.rewind(ticket);
   }

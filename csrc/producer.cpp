@@ -376,7 +376,8 @@ std::uint32_t Producer::post_limit(const Serve& serve, const Offer& offer) const
     }
   }
   const bool whole = limit == serve.span.end || limit == serve.rewrite_to;
-  return whole || limit >= serve.posted_to + config_.min_piece_tokens ? limit : 0;
+  const std::uint64_t least = std::uint64_t{serve.posted_to} + config_.min_piece_tokens;
+  return whole || limit >= least ? limit : 0;
 }
 
 // Posts what the offer's watermark allows, and ends the serve when all of it is written.

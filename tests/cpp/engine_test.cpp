@@ -117,10 +117,15 @@ TEST_F(EngineTest, EventsAreTheirOwnersAgainWhenNothingWaitsForThem) {
   EXPECT_EQ(engine.fences_passed(), 0U);
   engine.handle(RewindCommand{1, {1}});
   EXPECT_EQ(engine.fences_passed(), 1U) << "what was taken back waits for nothing";
+  std::vector<EngineEvent> events;
+  engine.take_events(events);
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_EQ(std::get<RewindResult>(events[0]).rewound, std::vector<Ticket>{1})
+      << "it can be offered anew";
   fence.open = true;
   engine.tick();
   EXPECT_EQ(engine.fences_passed(), 3U);
-  EXPECT_EQ(engine.counters().offers_live, 2U);
+  EXPECT_EQ(engine.counters().offers_live, 3U);
 }
 
 TEST_F(EngineTest, RoundsThatFollowEachOtherReuseThePeer) {

@@ -22,6 +22,9 @@ __all__ = ["make_scheduler_facts", "make_worker", "side_channel_address"]
 
 logger = get_logger("factory")
 
+_MAX_TOKENS = (1 << 32) - 1
+"""The native engine counts tokens in 32 bits."""
+
 
 def side_channel_address(vllm_config: Any) -> tuple[str, int]:
     """Where this engine's side channel listens; data-parallel engines count up from the port."""
@@ -150,7 +153,7 @@ def _pieces(config: Config, layout: CacheLayout) -> dict[str, int]:
     )
     return {
         "push_granularity_tokens": math.lcm(*sizes) if config.push_when == "step" else 0,
-        "min_push_tokens": -(-config.min_push_bytes // max(1, token_bytes)),
+        "min_push_tokens": min(-(-config.min_push_bytes // max(1, token_bytes)), _MAX_TOKENS),
     }
 
 
