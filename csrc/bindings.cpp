@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include "copy_plan.h"
+#include "copy_plan_parts.h"
 #include "engine_thread.h"
 #include "nixl_library.h"
 #include "nixl_transport.h"
@@ -292,16 +293,45 @@ CopyPlan plan_py(CopyPlanner& planner, std::pair<std::uint32_t, std::uint32_t> s
   return plan;
 }
 
+PatternPlan plan_pattern_py(CopyPlanner& planner, std::pair<std::uint32_t, std::uint32_t> span,
+                            const py::sequence& local_blocks, const py::sequence& remote_blocks,
+                            bool include_state) {
+  PatternPlan plan;
+  throw_if_error(planner.plan_pattern(
+      span_from(span), block_table_from(local_blocks), block_table_from(remote_blocks), plan,
+      include_state ? StateRegions::kCopied : StateRegions::kLeftOut));
+  return plan;
+}
+
+py::array_t<std::uint64_t> array_of(std::span<const CopyRun> runs, const py::handle& owner) {
+  static_assert(sizeof(CopyRun) == 3 * sizeof(std::uint64_t));
+  return py::array_t<std::uint64_t>({static_cast<py::ssize_t>(runs.size()), py::ssize_t{3}},
+                                    reinterpret_cast<const std::uint64_t*>(runs.data()), owner);
+}
+
+py::list spell_out_parts(const PatternPlan& plan, std::uint32_t max_runs, std::uint64_t max_bytes) {
+  if (max_runs == 0 || max_bytes == 0) {
+    throw py::value_error("max_runs and max_bytes must be at least 1");
+  }
+  PlanParts parts;
+  parts.assign(plan, {max_runs, max_bytes});
+  py::list out;
+  std::vector<CopyRun> runs;
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    const CopyBatch batch = parts.spell_out(part, runs);
+    out.append(py::make_tuple(py::make_tuple(memory_name(batch.local_kind), batch.local_device,
+                                             memory_name(batch.remote_kind), batch.remote_device),
+                              array_of(batch.runs, {})));  // without an owner it is a copy
+  }
+  return out;
+}
+
 void bind_planner(py::module_& m) {
   m.def("assign_writers", &assign_writers_py, "producers"_a, "consumers"_a);
   py::class_<CopyPlan>(m, "CopyPlan", py::is_final())
       .def_property_readonly("runs",
                              [](const py::object& self) {
-                               const auto& plan = py::cast<const CopyPlan&>(self);
-                               static_assert(sizeof(CopyRun) == 3 * sizeof(std::uint64_t));
-                               return py::array_t<std::uint64_t>(
-                                   {static_cast<py::ssize_t>(plan.runs.size()), py::ssize_t{3}},
-                                   reinterpret_cast<const std::uint64_t*>(plan.runs.data()), self);
+                               return array_of(py::cast<const CopyPlan&>(self).runs, self);
                              })
       .def_property_readonly(
           "batches",
@@ -316,9 +346,18 @@ void bind_planner(py::module_& m) {
           })
       .def_readonly("bytes", &CopyPlan::bytes)
       .def_readonly("descriptors_before", &CopyPlan::descriptors_before);
+  py::class_<PatternPlan>(m, "PatternPlan", py::is_final())
+      .def_readonly("total_runs", &PatternPlan::total_runs)
+      .def_property_readonly("pattern_runs",
+                             [](const PatternPlan& plan) { return plan.runs.size(); })
+      .def_readonly("bytes", &PatternPlan::bytes)
+      .def_readonly("descriptors_before", &PatternPlan::descriptors_before)
+      .def("parts", &spell_out_parts, "max_runs"_a, "max_bytes"_a);
   py::class_<CopyPlanner>(m, "CopyPlanner", py::is_final())
       .def(py::init(&make_planner), "local"_a, "remote"_a, "pairs"_a, "local_is_producer"_a)
       .def("plan", &plan_py, "span"_a, "local_blocks"_a, "remote_blocks"_a,
+           "include_state"_a = true)
+      .def("plan_pattern", &plan_pattern_py, "span"_a, "local_blocks"_a, "remote_blocks"_a,
            "include_state"_a = true);
 }
 

@@ -27,20 +27,24 @@ struct Item {
 constexpr std::size_t kMaxShapes = 1'024;
 constexpr std::uint32_t kNoShape = 0xFFFF'FFFFU;
 constexpr std::uint32_t kBlockShape = 0;
+constexpr std::uint32_t kKeysAndValues = 2;
 
 // A class, and what is worked out for it once.
 struct PreparedClass {
   GeometryClass geometry_class;
   std::size_t matcher = 0;  // its block lists
   std::vector<Shape> shapes;
-  std::vector<std::uint32_t> shape_of_tokens;  // by tokens within a page; kNoShape: not made yet
-  bool whole_blocks = false;                   // shapes[kBlockShape] is that of a whole block
+  bool whole_blocks = false;  // shapes[kBlockShape] is that of a whole block
+  // For each of the class's geometries: by tokens within a page; kNoShape: not made yet.
+  std::vector<std::vector<std::uint32_t>> shape_of_tokens;
 
-  std::uint32_t shape_for(std::uint32_t tokens) {
-    std::uint32_t& known = shape_of_tokens[tokens];
+  const PairGeometry& geometry() const noexcept { return geometry_class.geometry(); }
+
+  std::uint32_t shape_for(std::uint32_t geometry, std::uint32_t tokens) {
+    std::uint32_t& known = shape_of_tokens[geometry][tokens];
     if (known == kNoShape) {
       known = static_cast<std::uint32_t>(shapes.size());
-      shapes.push_back(geometry_class.geometry.page_shape(tokens));
+      shapes.push_back(geometry_class.geometries[geometry].page_shape(tokens));
     }
     return known;
   }
@@ -48,7 +52,8 @@ struct PreparedClass {
   void trim_shapes() {
     if (shapes.size() <= kMaxShapes) return;
     shapes.resize(1);
-    std::ranges::fill(shape_of_tokens, kNoShape);
+    for (std::vector<std::uint32_t>& known : shape_of_tokens)
+      std::ranges::fill(known, kNoShape);
   }
 };
 
@@ -103,13 +108,16 @@ Status too_many_runs(std::uint64_t runs) {
 PreparedClass prepare(GeometryClass&& geometry_class) {
   PreparedClass entry;
   entry.geometry_class = std::move(geometry_class);
-  const PairGeometry& geometry = entry.geometry_class.geometry;
-  entry.whole_blocks = geometry.has_block_shape();
-  const std::uint32_t page =
-      std::min(geometry.consumer.tokens_per_page, geometry.producer.tokens_per_page);
-  entry.shapes.reserve(std::min<std::size_t>(page, kMaxShapes) + 1);
-  entry.shapes.push_back(entry.whole_blocks ? geometry.block_shape() : Shape{});
-  entry.shape_of_tokens.assign(std::size_t{page} + 1, kNoShape);
+  entry.whole_blocks = entry.geometry().has_block_shape();
+  std::size_t room = 1;
+  for (const PairGeometry& geometry : entry.geometry_class.geometries) {
+    const std::size_t page =
+        std::min(geometry.consumer.tokens_per_page, geometry.producer.tokens_per_page);
+    entry.shape_of_tokens.emplace_back(page + 1, kNoShape);
+    room += std::min(page, kMaxShapes);
+  }
+  entry.shapes.reserve(room);
+  entry.shapes.push_back(entry.whole_blocks ? entry.geometry_class.block_shape() : Shape{});
   return entry;
 }
 
@@ -125,7 +133,7 @@ class CopyPlanner::Impl {
   Impl(std::vector<GeometryClass> classes, bool local_is_producer)
       : local_is_producer_(local_is_producer) {
     for (GeometryClass& geometry_class : classes) {
-      const GroupPairKey key = group_key(geometry_class.geometry);
+      const GroupPairKey key = group_key(geometry_class.geometry());
       auto found = std::ranges::find(matchers_, key, &BlockMatcher::key);
       if (found == matchers_.end()) found = matchers_.insert(found, BlockMatcher(key));
       classes_.push_back(prepare(std::move(geometry_class)));
@@ -156,7 +164,7 @@ class CopyPlanner::Impl {
  private:
   Status plan_class(PreparedClass& entry, PatternPlan& out) {
     const BlockMatcher& matcher = matchers_[entry.matcher];
-    const PairGeometry& geometry = entry.geometry_class.geometry;
+    const PairGeometry& geometry = entry.geometry();
     if (matcher.consumer_blocks_named() > geometry.consumer.num_blocks) {
       return out_of_range(entry, "consumer", matcher.consumer_blocks_named(),
                           geometry.consumer.num_blocks);
@@ -171,16 +179,25 @@ class CopyPlanner::Impl {
     const auto begin = static_cast<std::uint32_t>(out.runs.size());
     if (Status status = spell_items(entry, out.runs); !status.is_ok()) return status;
     add_section(entry, begin, out);
-    const std::uint64_t pairs = entry.geometry_class.bases.size() * geometry.layers;
-    out.descriptors_before += matcher.overlaps().size() * geometry.components * pairs;
+    out.descriptors_before += matcher.overlaps().size() * descriptors_per_overlap(entry);
+    if (out.total_runs > kMaxRuns) return too_many_runs(out.total_runs);
     return Status::ok();
+  }
+
+  static std::uint64_t descriptors_per_overlap(const PreparedClass& entry) {
+    std::uint64_t count = 0;
+    for (const GeometryClass::Member& member : entry.geometry_class.members) {
+      const PairGeometry& geometry = entry.geometry_class.geometries[member.geometry];
+      // More components than K and V are the elements of keys that are kept transposed.
+      count += geometry.layers * (geometry.components == kKeysAndValues ? kKeysAndValues : 1);
+    }
+    return count * entry.geometry_class.bases.size();
   }
 
   void make_items(PreparedClass& entry, const std::vector<Overlap>& overlaps) {
     items_.clear();
-    const PairGeometry& geometry = entry.geometry_class.geometry;
-    const SideGeometry& to = geometry.consumer;
-    const SideGeometry& from = geometry.producer;
+    const SideGeometry& to = entry.geometry().consumer;
+    const SideGeometry& from = entry.geometry().producer;
     // No overlap is as large as this where blocks can't be taken whole.
     const std::uint32_t whole = entry.whole_blocks ? to.tokens_per_block : kNoShape;
     for (const Overlap& overlap : overlaps) {
@@ -188,24 +205,27 @@ class CopyPlanner::Impl {
       const std::uint64_t producer = overlap.producer_block * from.block_stride;
       if (overlap.tokens == whole) {
         append(entry, {consumer, producer, entry.shapes[kBlockShape].length, kBlockShape});
-      } else {
-        append_pages(entry, overlap, consumer, producer);
+        continue;
+      }
+      for (const GeometryClass::Member& member : entry.geometry_class.members) {
+        append_pages(entry, member.geometry, overlap, consumer + member.offset,
+                     producer + member.offset);
       }
     }
   }
 
-  // Cuts an overlap at the pages of both sides.
-  void append_pages(PreparedClass& entry, const Overlap& overlap, std::uint64_t consumer,
-                    std::uint64_t producer) {
-    const SideGeometry& to = entry.geometry_class.geometry.consumer;
-    const SideGeometry& from = entry.geometry_class.geometry.producer;
+  // Cuts one member's part of an overlap at the pages of both sides.
+  void append_pages(PreparedClass& entry, std::uint32_t geometry, const Overlap& overlap,
+                    std::uint64_t consumer, std::uint64_t producer) {
+    const SideGeometry& to = entry.geometry_class.geometries[geometry].consumer;
+    const SideGeometry& from = entry.geometry_class.geometries[geometry].producer;
     for (std::uint32_t done = 0; done < overlap.tokens;) {
       const std::uint32_t to_token = overlap.consumer_token + done;
       const std::uint32_t from_token = overlap.producer_token + done;
       const std::uint32_t tokens =
           std::min({overlap.tokens - done, to.tokens_per_page - to_token % to.tokens_per_page,
                     from.tokens_per_page - from_token % from.tokens_per_page});
-      const std::uint32_t shape = entry.shape_for(tokens);
+      const std::uint32_t shape = entry.shape_for(geometry, tokens);
       append(entry, {consumer + to.token_offset(to_token), producer + from.token_offset(from_token),
                      entry.shapes[shape].length, shape});
       done += tokens;
@@ -269,7 +289,7 @@ class CopyPlanner::Impl {
   }
 
   void add_section(const PreparedClass& entry, std::uint32_t runs_begin, PatternPlan& out) const {
-    const PairGeometry& geometry = entry.geometry_class.geometry;
+    const PairGeometry& geometry = entry.geometry();
     PatternPlan::Section section;
     section.local_kind = geometry.producer_memory;
     section.local_device = geometry.producer_device;
@@ -364,7 +384,6 @@ Status CopyPlanner::plan(TokenSpan span, const BlockTable& local_blocks,
   PatternPlan& pattern = impl_->spare();
   Status status = plan_pattern(span, local_blocks, remote_blocks, pattern, states);
   if (!status.is_ok()) return status;
-  if (pattern.total_runs > kMaxRuns) return too_many_runs(pattern.total_runs);
   spell_out(pattern, out);
   return status;
 }

@@ -62,7 +62,7 @@ struct CopyPlan {
   std::vector<CopyRun> runs;
   std::vector<Batch> batches;
   std::uint64_t bytes = 0;
-  // Descriptors without coalescing: one for each (block pair, region pair, component).
+  // Descriptors without coalescing: one for each block pair, region pair, and K or V.
   std::uint64_t descriptors_before = 0;
 
   void clear() {

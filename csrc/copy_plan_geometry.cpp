@@ -82,8 +82,15 @@ bool layers_join(const PairGeometry& one, const PairGeometry& joined) {
          joined.block_shape().runs() < joined.layers * one.block_shape().runs();
 }
 
-// Splits one class into runs of layers that lie at equal distances on both sides.
-void join_layers(GeometryClass&& all, std::vector<GeometryClass>& out) {
+// Region pairs of one geometry, before they are joined with others.
+struct Alike {
+  PairGeometry geometry;
+  std::vector<Base> bases;
+  std::string layer;
+};
+
+// Splits the pairs of one geometry into runs of layers that lie at equal distances on both sides.
+void join_layers(Alike&& all, std::vector<Alike>& out) {
   std::ranges::sort(all.bases, {}, &Base::consumer);
   std::map<PairGeometry, std::vector<Base>> joined;
   const std::vector<Base>& bases = all.bases;
@@ -109,6 +116,78 @@ void join_layers(GeometryClass&& all, std::vector<GeometryClass>& out) {
   }
   for (auto& [geometry, starts] : joined)
     out.push_back({geometry, std::move(starts), all.layer});
+}
+
+// Whether two geometries go by the same blocks, and at the same distances: what joining whole
+// blocks takes.
+bool share_blocks(const PairGeometry& a, const PairGeometry& b) {
+  const auto same_side = [](const SideGeometry& one, const SideGeometry& other) {
+    return one.group == other.group && one.memory == other.memory && one.device == other.device &&
+           one.num_blocks == other.num_blocks && one.block_stride == other.block_stride &&
+           one.tokens_per_block == other.tokens_per_block;
+  };
+  return a.state == b.state && same_side(a.consumer, b.consumer) &&
+         same_side(a.producer, b.producer);
+}
+
+// One of `alike` at one of its bases.
+struct Candidate {
+  std::size_t which = 0;
+  Base base;
+};
+
+// Finds the members of one class, from the first candidate on; how many there are. The candidates
+// rise by their consumer bases, so that what joins up is neighbours.
+std::size_t join_members(const std::vector<Alike>& alike, std::span<const Candidate> candidates,
+                         GeometryClass& out) {
+  const Candidate& first = candidates.front();
+  const PairGeometry& geometry = alike[first.which].geometry;
+  out = {{geometry}, {{0, 0}}, {first.base}, alike[first.which].layer};
+  if (!geometry.has_block_shape()) return 1;
+  const std::uint64_t block =
+      std::min(geometry.consumer.block_stride, geometry.producer.block_stride);
+  Shape shape = geometry.block_shape();
+  std::size_t count = 1;
+  for (const Candidate& candidate : candidates.subspan(1)) {
+    const PairGeometry& next = alike[candidate.which].geometry;
+    const std::uint64_t offset = candidate.base.consumer - first.base.consumer;
+    if (offset >= block || candidate.base.producer - first.base.producer != offset ||
+        !next.has_block_shape() || !share_blocks(geometry, next) ||
+        !shape.join(offset, next.block_shape())) {
+      break;
+    }
+    auto known = std::ranges::find(out.geometries, next);
+    if (known == out.geometries.end()) known = out.geometries.insert(known, next);
+    out.members.push_back({static_cast<std::uint32_t>(known - out.geometries.begin()), offset});
+    ++count;
+  }
+  return count;
+}
+
+std::vector<GeometryClass> join_regions(const std::vector<Alike>& alike) {
+  std::vector<Candidate> candidates;
+  for (std::size_t i = 0; i < alike.size(); ++i) {
+    for (const Base& base : alike[i].bases)
+      candidates.push_back({i, base});
+  }
+  std::ranges::stable_sort(candidates, {},
+                           [](const Candidate& candidate) { return candidate.base.consumer; });
+  using Key = std::pair<std::vector<PairGeometry>, std::vector<GeometryClass::Member>>;
+  std::map<Key, GeometryClass> found;
+  for (std::span<const Candidate> rest = candidates; !rest.empty();) {
+    GeometryClass next;
+    rest = rest.subspan(join_members(alike, rest, next));
+    GeometryClass& entry = found[{next.geometries, next.members}];
+    if (entry.bases.empty()) {
+      entry = std::move(next);
+    } else {
+      entry.bases.push_back(next.bases.front());
+    }
+  }
+  std::vector<GeometryClass> classes;
+  for (auto& [key, entry] : found)
+    classes.push_back(std::move(entry));
+  return classes;
 }
 
 }  // namespace
@@ -140,6 +219,13 @@ void Shape::fold() noexcept {
     --axis_count;
     i = 0;
   }
+}
+
+bool Shape::join(std::uint64_t offset, const Shape& next) noexcept {
+  if (offset != length || !same_axes(next)) return false;
+  length += next.length;
+  fold();  // the longer runs may fill an axis that has gaps for each shape alone
+  return true;
 }
 
 Shape collapse(std::uint64_t element_bytes, std::span<const Axis> axes) noexcept {
@@ -189,10 +275,19 @@ Shape PairGeometry::block_shape() const noexcept {
   return collapse(element_bytes, axes);
 }
 
+Shape GeometryClass::block_shape() const noexcept {
+  Shape shape = geometry().block_shape();
+  for (std::size_t i = 1; i < members.size(); ++i) {
+    const bool joins = shape.join(members[i].offset, geometries[members[i].geometry].block_shape());
+    KVPUSH_CHECK(joins, "the members of a class join up");
+  }
+  return shape;
+}
+
 std::vector<GeometryClass> make_classes(std::span<const Region> producer,
                                         std::span<const Region> consumer,
                                         std::span<const RegionPair> pairs) {
-  std::map<PairGeometry, GeometryClass> found;
+  std::map<PairGeometry, Alike> found;
   for (const RegionPair& pair : pairs) {
     KVPUSH_CHECK(pair.producer_region < producer.size() && pair.consumer_region < consumer.size(),
                  "a region pair names regions that exist");
@@ -200,17 +295,17 @@ std::vector<GeometryClass> make_classes(std::span<const Region> producer,
     const Region& to = consumer[pair.consumer_region];
     check_pair(from, to, pair);
     const PairGeometry geometry = pair_geometry(from, to, pair);
-    GeometryClass& entry = found[geometry];
+    Alike& entry = found[geometry];
     if (entry.bases.empty()) {
       entry.geometry = geometry;
       entry.layer = to.layer;
     }
     entry.bases.push_back({first_byte(to, pair), first_byte(from, pair)});
   }
-  std::vector<GeometryClass> classes;
+  std::vector<Alike> alike;
   for (auto& [geometry, entry] : found)
-    join_layers(std::move(entry), classes);
-  return classes;
+    join_layers(std::move(entry), alike);
+  return join_regions(alike);
 }
 
 }  // namespace kvpush

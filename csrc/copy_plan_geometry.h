@@ -39,6 +39,9 @@ struct Shape {
   bool same_axes(const Shape& other) const noexcept;
   // Folds every axis that is dense on both sides into `length`.
   void fold() noexcept;
+  // Takes in the runs of another shape that starts `offset` bytes behind this one, if each run of
+  // the one goes on as one of the other. False, and nothing changed, if not.
+  bool join(std::uint64_t offset, const Shape& next) noexcept;
 };
 
 Shape collapse(std::uint64_t element_bytes, std::span<const Axis> axes) noexcept;
@@ -99,10 +102,24 @@ struct Base {
   std::uint64_t producer = 0;
 };
 
+// Region pairs that are copied alike. A class has one member, or those that share blocks of equal
+// size and join up inside them (the keys and the values of a layer, say, where they are regions of
+// their own): then whole blocks are copied in fewer runs than each member's alone.
 struct GeometryClass {
-  PairGeometry geometry;
-  std::vector<Base> bases;  // one for each region pair, or for each run of joined layers
+  struct Member {
+    std::uint32_t geometry = 0;  // index into `geometries`
+    std::uint64_t offset = 0;    // of its base behind the class's, the same on both sides
+    auto operator<=>(const Member&) const = default;
+  };
+  std::vector<PairGeometry> geometries;  // without duplicates, never empty
+  std::vector<Member> members;           // in the order of their offsets, never empty
+  std::vector<Base> bases;  // of the first member: one for each region pair or run of joined layers
   std::string layer;        // one of them, for messages
+
+  // What all members have in common may be read from it: groups, memory, blocks and their strides.
+  const PairGeometry& geometry() const noexcept { return geometries.front(); }
+  // A whole block of all members. Only if geometry().has_block_shape().
+  Shape block_shape() const noexcept;
 };
 
 // Sorts the pairs into classes. The regions are valid and the pairs fit them.

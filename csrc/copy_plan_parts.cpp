@@ -1,33 +1,45 @@
 #include "copy_plan_parts.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "check.h"
 
 namespace kvpush {
+namespace {
+
+bool same_memory(const PatternPlan::Section& a, const PatternPlan::Section& b) noexcept {
+  return a.local_kind == b.local_kind && a.local_device == b.local_device &&
+         a.remote_kind == b.remote_kind && a.remote_device == b.remote_device;
+}
+
+}  // namespace
 
 void PlanParts::assign(PatternPlan plan, const Limits& limits) {
   KVPUSH_CHECK(limits.runs > 0 && limits.bytes > 0, "a part has room for something");
   plan_ = std::move(plan);
-  cuts_.clear();
-  places_.clear();
-  parts_ = 0;
+  starts_.clear();
   split_long_runs(limits.bytes);
-  for (const PatternPlan::Section& section : plan_.sections) {
-    Cut cut = cut_section(section, limits);
-    cut.first_part = parts_;
-    cuts_.push_back(cut);
-    const std::size_t bases = section.bases_end - section.bases_begin;
-    parts_ += cut.bases_per_part == 0 ? bases * cut.pieces
-                                      : (bases + cut.bases_per_part - 1) / cut.bases_per_part;
+  bytes_before_.clear();
+  std::uint64_t bytes = 0;
+  for (const CopyRun& run : plan_.runs) {
+    bytes_before_.push_back(bytes);
+    bytes += run.length;
+  }
+  bytes_before_.push_back(bytes);
+  Room room;
+  for (std::size_t i = 0; i < plan_.sections.size(); ++i) {
+    const PatternPlan::Section& section = plan_.sections[i];
+    if (i > 0 && !same_memory(section, plan_.sections[i - 1])) room = {};
+    for (std::uint32_t base = section.bases_begin; base < section.bases_end; ++base) {
+      cut_base({static_cast<std::uint32_t>(i), base, section.runs_begin}, section.runs_end, limits,
+               room);
+    }
   }
 }
 
 PatternPlan PlanParts::take() {
-  parts_ = 0;
-  cuts_.clear();
+  starts_.clear();
   return std::exchange(plan_, {});
 }
 
@@ -55,59 +67,58 @@ void PlanParts::split_long_runs(std::uint64_t limit) {
   plan_.runs = std::move(runs);
 }
 
-PlanParts::Cut PlanParts::cut_section(const PatternPlan::Section& section, const Limits& limits) {
-  Cut cut;
-  cut.places_begin = static_cast<std::uint32_t>(places_.size());
-  std::uint64_t bytes = 0;  // of the piece that is open
-  std::uint64_t total = 0;
-  places_.push_back(section.runs_begin);
-  for (std::uint32_t i = section.runs_begin; i < section.runs_end; ++i) {
-    const std::uint64_t length = plan_.runs[i].length;
-    if (i - places_.back() == limits.runs || bytes + length > limits.bytes) {
-      places_.push_back(i);
-      bytes = 0;
+// How many of runs [begin, end) there is room for.
+std::uint32_t PlanParts::fit(std::uint32_t begin, std::uint32_t end, const Room& room) const {
+  const std::uint32_t most = std::min(end - begin, room.runs);
+  const std::uint64_t limit = bytes_before_[begin] + room.bytes;
+  if (bytes_before_[begin + most] <= limit) return most;
+  const auto first = bytes_before_.begin() + begin;
+  const auto beyond = std::upper_bound(first, first + most, limit);
+  return static_cast<std::uint32_t>(beyond - first) - 1;
+}
+
+void PlanParts::cut_base(const Place& from, std::uint32_t runs_end, const Limits& limits,
+                         Room& room) {
+  for (Place at = from; at.run < runs_end;) {
+    std::uint32_t runs = fit(at.run, runs_end, room);
+    if (runs == 0) {
+      starts_.push_back(at);
+      room = {limits.runs, limits.bytes};
+      runs = fit(at.run, runs_end, room);
     }
-    bytes += length;
-    total += length;
+    room.runs -= runs;
+    room.bytes -= bytes_before_[at.run + runs] - bytes_before_[at.run];
+    at.run += runs;
   }
-  cut.pieces = static_cast<std::uint32_t>(places_.size()) - cut.places_begin;
-  places_.push_back(section.runs_end);
-  if (cut.pieces == 1) {
-    const std::uint64_t fit = std::min<std::uint64_t>(
-        limits.runs / (section.runs_end - section.runs_begin), limits.bytes / total);
-    cut.bases_per_part = static_cast<std::uint32_t>(fit);
-  }
-  return cut;
 }
 
 CopyBatch PlanParts::spell_out(std::size_t part, std::vector<CopyRun>& runs) const {
-  KVPUSH_CHECK(part < parts_, "a part that exists");
-  const auto next = std::ranges::upper_bound(cuts_, part, {}, &Cut::first_part);
-  const auto which = static_cast<std::size_t>(next - cuts_.begin()) - 1;
-  const Cut& cut = cuts_[which];
-  const PatternPlan::Section& section = plan_.sections[which];
-  const std::size_t place = part - cut.first_part;
-  std::size_t base = section.bases_begin;
-  std::size_t base_end = 0;
-  std::size_t begin = section.runs_begin;
-  std::size_t end = section.runs_end;
-  if (cut.bases_per_part == 0) {
-    base += place / cut.pieces;
-    base_end = base + 1;
-    begin = places_[cut.places_begin + place % cut.pieces];
-    end = places_[cut.places_begin + place % cut.pieces + 1];
-  } else {
-    base += place * cut.bases_per_part;
-    base_end = std::min<std::size_t>(base + cut.bases_per_part, section.bases_end);
-  }
+  KVPUSH_CHECK(part < starts_.size(), "a part that exists");
+  const Place from = starts_[part];
+  const Place end = part + 1 < starts_.size()
+                        ? starts_[part + 1]
+                        : Place{static_cast<std::uint32_t>(plan_.sections.size()), 0, 0};
   runs.clear();
-  for (; base < base_end; ++base) {
-    const PatternPlan::Base& at = plan_.bases[base];
-    for (std::size_t i = begin; i < end; ++i) {
-      const CopyRun& run = plan_.runs[i];
-      runs.push_back({run.local_address + at.local, run.remote_address + at.remote, run.length});
+  Place at = from;
+  while (at.section < plan_.sections.size() && at.section <= end.section) {
+    const PatternPlan::Section& section = plan_.sections[at.section];
+    const bool is_last = at.section == end.section && at.base == end.base;
+    const std::uint32_t until = is_last ? end.run : section.runs_end;
+    const PatternPlan::Base& base = plan_.bases[at.base];
+    for (; at.run < until; ++at.run) {
+      const CopyRun& run = plan_.runs[at.run];
+      runs.push_back(
+          {run.local_address + base.local, run.remote_address + base.remote, run.length});
+    }
+    if (is_last) break;
+    if (++at.base < section.bases_end) {
+      at.run = section.runs_begin;
+    } else if (++at.section < plan_.sections.size()) {
+      at = {at.section, plan_.sections[at.section].bases_begin,
+            plan_.sections[at.section].runs_begin};
     }
   }
+  const PatternPlan::Section& section = plan_.sections[from.section];
   return {section.local_kind, section.local_device, section.remote_kind, section.remote_device,
           runs};
 }

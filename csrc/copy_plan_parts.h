@@ -1,8 +1,8 @@
 // PlanParts: cuts a plan into parts of bounded size and spells out one at a time.
 //
-// A part has runs of one pair of memory kinds: what one handle carries. Where a layer fits a part,
-// parts hold whole layers, as many as fit; otherwise every layer is cut at the same places. So the
-// number of parts is known, and any part found, without looking at each layer's runs.
+// A part has runs of one pair of memory kinds: what one handle carries. Parts are filled in the
+// order of the plan, across its sections and bases, each as full as the limits allow. Cutting looks
+// at the pattern's runs once and then at each base, not at every run of the plan.
 // Thread: any one at a time.
 #pragma once
 
@@ -28,28 +28,32 @@ class PlanParts {
   // Gives the plan back, for its memory to be used again. No parts are left.
   PatternPlan take();
 
-  std::size_t size() const noexcept { return parts_; }
+  std::size_t size() const noexcept { return starts_.size(); }
   const PatternPlan& plan() const noexcept { return plan_; }
 
   // Writes part `part`, below size(), into `runs`, which it replaces; the batch borrows them.
   CopyBatch spell_out(std::size_t part, std::vector<CopyRun>& runs) const;
 
  private:
-  // How one section of the plan is cut.
-  struct Cut {
-    std::size_t first_part = 0;
-    std::uint32_t bases_per_part = 0;  // 0: each base is cut at places_
-    std::uint32_t places_begin = 0;    // pieces [places_[i], places_[i + 1]) of its runs
-    std::uint32_t pieces = 1;
+  // Where a part starts: a section of the plan, one of its bases, one of its runs.
+  struct Place {
+    std::uint32_t section = 0;
+    std::uint32_t base = 0;
+    std::uint32_t run = 0;
+  };
+  // The part that is being filled.
+  struct Room {
+    std::uint32_t runs = 0;
+    std::uint64_t bytes = 0;
   };
 
   void split_long_runs(std::uint64_t limit);
-  Cut cut_section(const PatternPlan::Section& section, const Limits& limits);
+  void cut_base(const Place& from, std::uint32_t runs_end, const Limits& limits, Room& room);
+  std::uint32_t fit(std::uint32_t begin, std::uint32_t end, const Room& room) const;
 
   PatternPlan plan_;
-  std::vector<Cut> cuts_;  // one for each section
-  std::vector<std::uint32_t> places_;
-  std::size_t parts_ = 0;
+  std::vector<Place> starts_;                // of the parts
+  std::vector<std::uint64_t> bytes_before_;  // of each of the plan's runs, and of their end
 };
 
 }  // namespace kvpush

@@ -553,7 +553,7 @@ void Engine::run(PostAction& action) {
     job.plan = poster_.take_spare_plan();
     const StateRegions states = action.last ? StateRegions::kCopied : StateRegions::kLeftOut;
     const Status planned =
-        peer->second.planner->plan(action.span, *local, *remote, job.plan, states);
+        peer->second.planner->plan_pattern(action.span, *local, *remote, job.plan, states);
     if (planned.is_ok()) {
       job.serve = action.serve;
       job.to = action.to;

@@ -11,80 +11,28 @@ namespace {
 constexpr std::size_t kMaxSparePlans = 8;
 }  // namespace
 
-CopyPlan Poster::take_spare_plan() {
-  if (spare_plans_.empty()) {
+PatternPlan Poster::take_spare_plan() {
+  if (spare_.empty()) {
     return {};
   }
-  CopyPlan plan = std::move(spare_plans_.back());
-  spare_plans_.pop_back();
-  return plan;
-}
-
-// A single run may be larger than a part may be (a whole prompt can be contiguous).
-void Poster::split_long_runs(CopyPlan& plan) const {
-  const std::uint64_t limit = config_.max_batch_bytes;
-  const auto is_long = [limit](const CopyRun& run) { return run.length > limit; };
-  if (std::none_of(plan.runs.begin(), plan.runs.end(), is_long)) {
-    return;
-  }
-  std::vector<CopyRun> runs;
-  for (CopyPlan::Batch& batch : plan.batches) {
-    const auto begin = static_cast<std::uint32_t>(runs.size());
-    for (std::uint32_t i = batch.begin; i < batch.end; ++i) {
-      CopyRun run = plan.runs[i];
-      while (run.length > limit) {
-        runs.push_back({run.local_address, run.remote_address, limit});
-        run.local_address += limit;
-        run.remote_address += limit;
-        run.length -= limit;
-      }
-      runs.push_back(run);
-    }
-    batch.begin = begin;
-    batch.end = static_cast<std::uint32_t>(runs.size());
-  }
-  plan.runs = std::move(runs);
-}
-
-std::vector<Poster::Part> Poster::cut(CopyPlan& plan) const {
-  split_long_runs(plan);
-  std::vector<Part> parts;
-  for (const CopyPlan::Batch& batch : plan.batches) {
-    CopyBatch kinds;
-    kinds.local_kind = batch.local_kind;
-    kinds.local_device = batch.local_device;
-    kinds.remote_kind = batch.remote_kind;
-    kinds.remote_device = batch.remote_device;
-    std::uint32_t begin = batch.begin;
-    std::uint64_t bytes = 0;
-    for (std::uint32_t i = batch.begin; i < batch.end; ++i) {
-      const std::uint64_t length = plan.runs[i].length;
-      const bool full =
-          i - begin >= config_.max_batch_descriptors || bytes + length > config_.max_batch_bytes;
-      if (i > begin && full) {
-        parts.push_back({kinds, begin, i});
-        begin = i;
-        bytes = 0;
-      }
-      bytes += length;
-    }
-    if (begin < batch.end) {
-      parts.push_back({kinds, begin, batch.end});
-    }
-  }
-  return parts;
+  return spare_.back().take();
 }
 
 void Poster::add(PostJob job) {
   Active active;
   active.result.serve = job.serve;
-  active.parts = cut(job.plan);
   active.result.stats.plan_ns = job.plan_ns;
   active.result.stats.descriptors_before = job.plan.descriptors_before;
+  if (!spare_.empty()) {
+    active.parts = std::move(spare_.back());
+    spare_.pop_back();
+  }
+  active.parts.assign(std::move(job.plan),
+                      {config_.max_batch_descriptors, config_.max_batch_bytes});
   active.job = std::move(job);
   if (active.parts.size() > kMaxParts) {
     drop_rest(active, Reason::kBadRequest, "the transfer needs too many descriptors");
-  } else if (active.parts.empty()) {
+  } else if (active.parts.size() == 0) {
     // Nothing to copy (the consumer keeps none of these tokens), but it counts on being told.
     const WrittenMessage written{active.job.attempt, active.job.span, 0, 1};
     const Status sent = transport_.notify(active.job.peer_name, encode_message({self_, written}));
@@ -104,9 +52,7 @@ void Poster::drop_rest(Active& active, Reason reason, std::string detail) {
 }
 
 void Poster::post_part(Active& active) {
-  const Part& part = active.parts[active.next_part];
-  CopyBatch batch = part.kinds;
-  batch.runs = std::span(active.job.plan.runs).subspan(part.begin, part.end - part.begin);
+  const CopyBatch batch = active.parts.spell_out(active.next_part, runs_);
   const WrittenMessage written{active.job.attempt, active.job.span,
                                static_cast<std::uint32_t>(active.next_part),
                                static_cast<std::uint32_t>(active.parts.size())};
@@ -185,9 +131,8 @@ void Poster::finish(Active& active, std::vector<PostEnded>& ended) {
     active.result.stats.transfer_ns = active.last_done - active.first_post;
   }
   ended.push_back(std::move(active.result));
-  if (spare_plans_.size() < kMaxSparePlans) {
-    active.job.plan.clear();
-    spare_plans_.push_back(std::move(active.job.plan));
+  if (spare_.size() < kMaxSparePlans) {
+    spare_.push_back(std::move(active.parts));
   }
 }
 

@@ -16,6 +16,7 @@
 
 #include "clock.h"
 #include "copy_plan.h"
+#include "copy_plan_parts.h"
 #include "rendezvous.h"
 #include "transport.h"
 
@@ -34,7 +35,7 @@ struct PostJob {
   std::string peer_name;
   Attempt attempt = 0;
   TokenSpan span;
-  CopyPlan plan;
+  PatternPlan plan;
   std::int64_t plan_ns = 0;
 };
 
@@ -57,7 +58,7 @@ class Poster {
   bool step(const std::function<bool(ServeId, Session)>& may_post, std::vector<PostEnded>& ended);
 
   // A plan whose buffers may be reused, to keep the steady state free of allocations.
-  CopyPlan take_spare_plan();
+  PatternPlan take_spare_plan();
 
   std::size_t queued() const noexcept { return queue_.size(); }
   std::size_t handles_in_flight() const noexcept { return in_flight_; }
@@ -65,14 +66,9 @@ class Poster {
   std::uint64_t bytes_posted() const noexcept { return bytes_posted_; }
 
  private:
-  struct Part {
-    CopyBatch kinds;  // its runs are not used
-    std::uint32_t begin = 0;
-    std::uint32_t end = 0;
-  };
   struct Active {
     PostJob job;
-    std::vector<Part> parts;
+    PlanParts parts;  // of the job's plan
     std::size_t next_part = 0;
     std::vector<HandleId> handles;
     TimeNs first_post = 0;
@@ -80,8 +76,6 @@ class Poster {
     PostEnded result;
   };
 
-  std::vector<Part> cut(CopyPlan& plan) const;
-  void split_long_runs(CopyPlan& plan) const;
   bool post_next(const std::function<bool(ServeId, Session)>& may_post);
   void post_part(Active& active);
   bool poll_handles(Active& active);
@@ -93,7 +87,8 @@ class Poster {
   Session self_;
   PosterConfig config_;
   std::deque<Active> queue_;
-  std::vector<CopyPlan> spare_plans_;
+  std::vector<PlanParts> spare_;  // of ended jobs, for their memory
+  std::vector<CopyRun> runs_;     // of the part that is posted
   std::size_t in_flight_ = 0;
   std::unordered_map<Session, std::uint32_t> in_flight_to_;  // no entry: none
   std::uint64_t handles_posted_ = 0;

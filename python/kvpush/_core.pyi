@@ -120,6 +120,25 @@ class CopyPlan:
     def descriptors_before(self) -> int: ...
 
 @final
+class PatternPlan:
+    """A planned copy whose runs are not spelled out: those of one layer serve all that are alike."""
+
+    @property
+    def total_runs(self) -> int:
+        """As many as the `CopyPlan` has."""
+    @property
+    def pattern_runs(self) -> int:
+        """How many are kept."""
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def descriptors_before(self) -> int: ...
+    def parts(
+        self, max_runs: int, max_bytes: int
+    ) -> list[tuple[tuple[str, int, str, int], npt.NDArray[np.uint64]]]:
+        """The parts in which it is posted: (local and remote kind and device), runs [n, 3]."""
+
+@final
 class CopyPlanner:
     """Plans copies between one pair of ranks."""
 
@@ -138,6 +157,14 @@ class CopyPlanner:
         include_state: bool = True,
     ) -> CopyPlan:
         """Plan [begin, end) token positions. ValueError if a block is missing or out of range."""
+    def plan_pattern(
+        self,
+        span: tuple[int, int],
+        local_blocks: _BlockTable,
+        remote_blocks: _BlockTable,
+        include_state: bool = True,
+    ) -> PatternPlan:
+        """The same, not spelled out: what the engine makes of each request."""
 
 # --- engine -------------------------------------------------------------------------------------
 

@@ -524,6 +524,73 @@ TEST(CopyPlan, EachPairOfMemoryKindsIsOneBatch) {
   EXPECT_EQ(next, plan.runs.size());
 }
 
+// ---- regions that join up ----------------------------------------------------------------------
+
+constexpr std::uint32_t kElements = kElement / 2;  // of two bytes, in each of a token's K and V
+
+// As CPU attention has it: in each (block, head) the keys as [element][token], then the values as
+// [token][element]. `gap` bytes follow each block.
+Rank transposed_keys(std::uint64_t base, int layers, const Form& form, std::uint64_t gap = 0) {
+  Rank regions;
+  const std::uint64_t half = std::uint64_t{form.tokens} * kElement;
+  for (int i = 0; i < layers; ++i) {
+    Region keys = make_region("keys." + std::to_string(i),
+                              base + static_cast<unsigned>(i) * kLayerStep, form);
+    keys.head_stride = 2 * half;
+    keys.block_stride = form.heads * keys.head_stride + gap;
+    Region values = keys;
+    keys.components = kElements;
+    keys.component_stride = 2ULL * form.tokens;
+    keys.token_stride = keys.element_bytes = 2;
+    values.layer = "values." + std::to_string(i);
+    values.base += half;
+    values.token_stride = kElement;
+    regions.push_back(keys);
+    regions.push_back(values);
+  }
+  return regions;
+}
+
+TEST(CopyPlan, KeysAndValuesThatAreRegionsOfTheirOwnMakeOneRunForEachLayer) {
+  const Rank producer = transposed_keys(kProducerBase, 4, {});
+  const Rank consumer = transposed_keys(kConsumerBase, 4, {});
+  const CopyPlan plan =
+      plan_of(producer, consumer, {0, 160}, table(rising(3, 10)), table(rising(20, 10)));
+  EXPECT_EQ(plan.runs.size(), 4U);
+  EXPECT_EQ(plan.bytes, 4U * 160 * 4 * 2 * kElement);
+  EXPECT_EQ(plan.descriptors_before, 4U * 10 * 2);
+}
+
+TEST(CopyPlan, KeysAndValuesOfOneHeadOfSeveralJoin) {
+  const Rank producer = transposed_keys(kProducerBase, 2, {});
+  const Rank consumer = transposed_keys(kConsumerBase, 2, {.first_head = 1, .heads = 2});
+  const CopyPlan plan =
+      plan_of(producer, consumer, {0, 160}, table(rising(3, 10)), table(rising(20, 10)));
+  EXPECT_EQ(plan.runs.size(), 2U * 10);  // both heads of a block in one piece
+  EXPECT_EQ(plan.runs.front().length, 2 * 16 * 2 * kElement);
+}
+
+TEST(CopyPlan, BlocksWithAGapStayApartButTheirKeysAndValuesJoin) {
+  const Rank producer = transposed_keys(kProducerBase, 2, {}, 8);
+  const Rank consumer = transposed_keys(kConsumerBase, 2, {});
+  const CopyPlan plan =
+      plan_of(producer, consumer, {0, 160}, table(rising(3, 10)), table(rising(20, 10)));
+  EXPECT_EQ(plan.runs.size(), 2U * 10);
+}
+
+TEST(CopyPlan, APartOfABlockOfJoinedRegionsIsCopiedRegionByRegion) {
+  const Rank producer = transposed_keys(kProducerBase, 1, {.heads = 1, .total_heads = 1});
+  const Rank consumer = transposed_keys(kConsumerBase, 1, {.heads = 1, .total_heads = 1});
+  const CopyPlan plan = plan_of(producer, consumer, {0, 21}, table({4, 5}), table({7, 8}));
+  // A whole block; of the next one five tokens of each element of the keys, then of the values.
+  ASSERT_EQ(plan.runs.size(), 1U + kElements + 1U);
+  EXPECT_EQ(plan.runs[0].length, 2U * 16 * kElement);
+  EXPECT_EQ(plan.runs[1].length, 5U * 2);
+  EXPECT_EQ(plan.runs.back().length, 5U * kElement);
+  EXPECT_EQ(plan.runs.back().local_address, producer[1].base + 5 * producer[1].block_stride);
+  EXPECT_EQ(plan.bytes, 21U * 2 * kElement);
+}
+
 // ---- cost ------------------------------------------------------------------------------------
 
 TEST(CopyPlan, ASteadyStateAllocatesNothing) {
@@ -616,7 +683,7 @@ TEST(PlanParts, PartsTogetherAreThePlan) {
   }
 }
 
-TEST(PlanParts, WholeLayersShareAPartWhereTheyFit) {
+TEST(PlanParts, EachPartIsAsFullAsItMayBe) {
   CopyPlanner planner =
       make_planner(make_rank(kProducerBase, 10, {}), make_rank(kConsumerBase, 10, {}));
   PatternPlan pattern;
@@ -625,12 +692,30 @@ TEST(PlanParts, WholeLayersShareAPartWhereTheyFit) {
   EXPECT_EQ(pattern.total_runs, 30U);
   PlanParts parts;
   parts.assign(std::move(pattern), {13, std::uint64_t{1} << 40});
-  EXPECT_EQ(parts.size(), 3U);  // 4, 4 and 2 layers
+  ASSERT_EQ(parts.size(), 3U);  // a part may end within a layer
   std::vector<CopyRun> runs;
-  EXPECT_EQ(parts.spell_out(2, runs).runs.size(), 6U);
+  EXPECT_EQ(parts.spell_out(0, runs).runs.size(), 13U);
+  EXPECT_EQ(parts.spell_out(1, runs).runs.size(), 13U);
+  EXPECT_EQ(parts.spell_out(2, runs).runs.size(), 4U);
   PatternPlan back = parts.take();
   EXPECT_EQ(back.total_runs, 30U);
   EXPECT_EQ(parts.size(), 0U);
+}
+
+TEST(PlanParts, GeometriesInTheSameMemoryShareAPart) {
+  const auto rank = [](std::uint64_t base) {
+    Rank regions = make_rank(base, 6, {});
+    for (std::size_t i = 1; i < regions.size(); i += 2)
+      regions[i].element_bytes = kElement / 2;
+    return regions;
+  };
+  CopyPlanner planner = make_planner(rank(kProducerBase), rank(kConsumerBase));
+  PatternPlan pattern;
+  ASSERT_TRUE(planner.plan_pattern({0, 16}, table({1}), table({1}), pattern).is_ok());
+  ASSERT_GT(pattern.sections.size(), 1U);
+  PlanParts parts;
+  parts.assign(std::move(pattern), {1'024, std::uint64_t{1} << 40});
+  EXPECT_EQ(parts.size(), 1U);
 }
 
 TEST(PlanParts, ARefusedPatternIsEmpty) {

@@ -51,9 +51,12 @@ class PosterTest : public ::testing::Test {
       at += length;
     }
     if (!lengths.empty()) {
-      CopyPlan::Batch batch;
-      batch.end = static_cast<std::uint32_t>(lengths.size());
-      job.plan.batches.push_back(batch);
+      PatternPlan::Section section;
+      section.runs_end = static_cast<std::uint32_t>(lengths.size());
+      section.bases_end = 1;
+      job.plan.bases.push_back({});
+      job.plan.sections.push_back(section);
+      job.plan.total_runs = lengths.size();
     }
     return job;
   }

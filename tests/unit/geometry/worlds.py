@@ -24,6 +24,7 @@ class Layer:
     total_heads: int
     components: int
     component_bytes: int
+    split: bool  # K and V are regions of their own, "NAME/k" and "NAME/v", in one tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Layout:
     joined: bool  # all layers in one tensor
     slots: str  # the layers' places in it: "straight", "reversed", or "gap" (one place is empty)
     packed: bool  # components inside the element, where there are two
+    transposed: bool  # keys as [byte][token], where they are split and the tokens are innermost
     spare_blocks: int
     device: bool
 
@@ -112,7 +114,7 @@ def attention_regions(
     """Regions of one group's attention layers (all alike), from `base` on; and the end address."""
     first = layers[0]
     first_head, heads = head_share(side, rank, first.total_heads)
-    packed = layout.packed or first.components == 1
+    packed = first.components == 1 or (layout.packed and not first.split)
     components = 1 if packed else first.components
     element = first.component_bytes * (first.components if packed else 1)
     page = layout.tokens_per_block // layout.pages
@@ -128,30 +130,42 @@ def attention_regions(
     regions = []
     for i, layer in enumerate(layers):
         start = base + (slot(layout, i, len(layers)) * strides["layer"] if layout.joined else 0)
-        regions.append(
+        shapes = [(layer.name, start, components, element, strides)]
+        if layer.split:
+            key_strides, key_element, key_components = strides, element, 1
+            if layout.transposed and layout.order[0] == "token" and strides["token"] == element:
+                key_components, key_element = element, 1
+                key_strides = strides | {"token": 1, "component": page}
+            behind = start + strides["component"]
+            shapes = [
+                (f"{layer.name}/k", start, key_components, key_element, key_strides),
+                (f"{layer.name}/v", behind, 1, element, strides),
+            ]
+        regions += [
             _core.Region(
-                layer=layer.name,
+                layer=name,
                 dtype="x",
                 group=side.groups[layer.group],
                 memory="device" if layout.device else "host",
                 device=layer.group if layout.device else 0,
-                base=start,
-                block_stride=strides["block"],
+                base=at,
+                block_stride=own["block"],
                 num_blocks=num_blocks,
                 tokens_per_block=layout.tokens_per_block,
                 tokens_per_page=page,
-                page_stride=strides["page"],
-                token_stride=strides["token"],
-                components=components,
-                component_stride=strides["component"],
+                page_stride=own["page"],
+                token_stride=own["token"],
+                components=parts,
+                component_stride=own["component"],
                 first_head=first_head,
                 heads=heads,
                 total_heads=layer.total_heads,
-                head_stride=strides["head"],
-                element_bytes=element,
+                head_stride=own["head"],
+                element_bytes=part_bytes,
                 replicated=layer.kind == "latent",
             )
-        )
+            for name, at, parts, part_bytes, own in shapes
+        ]
         if not layout.joined:
             base += size
     return regions, base + size if layout.joined else base
@@ -256,6 +270,7 @@ def layouts(draw: st.DrawFn, *, plain: bool) -> Layout:
         joined=draw(st.sampled_from([True, True, False])),
         slots=draw(st.sampled_from(["straight", "straight", "gap", "reversed"])),
         packed=draw(st.booleans()),
+        transposed=draw(st.booleans()),
         spare_blocks=draw(st.integers(0, 3)),
         device=draw(st.sampled_from([False, False, True])),
     )
@@ -281,11 +296,12 @@ def near(draw: st.DrawFn, layout: Layout, other: Layout) -> Layout:
 def models(draw: st.DrawFn) -> list[Layer]:
     """One to three groups of layers, interleaved, all layers of a group alike."""
     groups = []
-    for group in range(draw(st.integers(1, 3))):
+    for group in range(draw(st.sampled_from([1, 1, 2, 3]))):
         kind = draw(st.sampled_from(["attention"] * 4 + ["latent", "state"]))
         heads = 1 if kind != "attention" else draw(st.sampled_from([1, 2, 2, 4, 6]))
         components = draw(st.sampled_from([1, 2, 2])) if kind == "attention" else 1
-        groups.append((kind, group, heads, components, draw(st.integers(1, 5))))
+        split = components > 1 and draw(st.booleans())
+        groups.append((kind, group, heads, components, draw(st.integers(1, 5)), split))
     count = draw(st.integers(len(groups), 7))
     return [Layer(f"layer.{i}", *groups[i % len(groups)]) for i in range(count)]
 
@@ -376,7 +392,7 @@ def requests(
                 holes = draw(st.integers(0, max(0, needed_from // size - first)))
                 first = min(first, length)
             length -= min(first, length)
-            pool = length + layout.spare_blocks + 1
+            pool = max(1, length + layout.spare_blocks)
             pools[which].append(pool)
             ids = draw(block_lists(length, pool, seed=seed + 7 * group + which, hole_until=holes))
             tables[which][side.groups[group]] = Blocks(first, ids)
