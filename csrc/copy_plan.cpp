@@ -247,7 +247,8 @@ class CopyPlanner::Impl {
   }
 
   // Spells out the items, as runs relative to the bases of the class.
-  Status spell_items(const PreparedClass& entry, std::vector<CopyRun>& runs) const {
+  Status spell_items(const PreparedClass& entry, std::vector<CopyRun>& runs) {
+    section_begin_ = runs.size();
     for (const Item& item : items_) {
       const Shape& shape = entry.shapes[item.shape];
       if (runs.size() + shape.runs() > kMaxRuns) return too_many_runs(runs.size() + shape.runs());
@@ -279,13 +280,20 @@ class CopyPlanner::Impl {
     }
   }
 
+  // The last run of one item may go on as the first of the next, whatever their shapes.
   void add_run(std::uint64_t consumer, std::uint64_t producer, std::uint64_t length,
                std::vector<CopyRun>& runs) const {
-    if (local_is_producer_) {
-      runs.push_back({producer, consumer, length});
-    } else {
-      runs.push_back({consumer, producer, length});
+    const CopyRun run = local_is_producer_ ? CopyRun{producer, consumer, length}
+                                           : CopyRun{consumer, producer, length};
+    if (runs.size() != section_begin_) {
+      CopyRun& last = runs.back();
+      if (last.local_address + last.length == run.local_address &&
+          last.remote_address + last.length == run.remote_address) {
+        last.length += length;
+        return;
+      }
     }
+    runs.push_back(run);
   }
 
   void add_section(const PreparedClass& entry, std::uint32_t runs_begin, PatternPlan& out) const {
@@ -318,8 +326,9 @@ class CopyPlanner::Impl {
   bool local_is_producer_;
   std::vector<PreparedClass> classes_;
   std::vector<BlockMatcher> matchers_;
-  std::vector<Item> items_;  // scratch
-  PatternPlan spare_;        // scratch
+  std::vector<Item> items_;        // scratch
+  std::size_t section_begin_ = 0;  // of the runs that are being made
+  PatternPlan spare_;              // scratch
 };
 
 namespace {

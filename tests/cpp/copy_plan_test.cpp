@@ -582,9 +582,10 @@ TEST(CopyPlan, APartOfABlockOfJoinedRegionsIsCopiedRegionByRegion) {
   const Rank producer = transposed_keys(kProducerBase, 1, {.heads = 1, .total_heads = 1});
   const Rank consumer = transposed_keys(kConsumerBase, 1, {.heads = 1, .total_heads = 1});
   const CopyPlan plan = plan_of(producer, consumer, {0, 21}, table({4, 5}), table({7, 8}));
-  // A whole block; of the next one five tokens of each element of the keys, then of the values.
-  ASSERT_EQ(plan.runs.size(), 1U + kElements + 1U);
-  EXPECT_EQ(plan.runs[0].length, 2U * 16 * kElement);
+  // A whole block, which goes on as the next one's first element of five keys; the other elements;
+  // the five values.
+  ASSERT_EQ(plan.runs.size(), kElements + 1U);
+  EXPECT_EQ(plan.runs[0].length, 2U * 16 * kElement + 5 * 2);
   EXPECT_EQ(plan.runs[1].length, 5U * 2);
   EXPECT_EQ(plan.runs.back().length, 5U * kElement);
   EXPECT_EQ(plan.runs.back().local_address, producer[1].base + 5 * producer[1].block_stride);

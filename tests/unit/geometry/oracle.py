@@ -80,6 +80,42 @@ def state_addresses(region: _core.Region, block: int) -> Addresses:
     return np.arange(start, start + region.state_bytes)
 
 
+def copied_addresses(
+    source: _core.Region,
+    sink: _core.Region,
+    tables: tuple[Blocks, Blocks],
+    heads: range,
+    span: range,
+) -> Addresses:
+    """[2, byte]: where each byte goes to, and where it comes from. `tables`: source's, sink's."""
+    pieces = [np.zeros((2, 0), dtype=np.int64)]
+    if sink.kind == "state":
+        listed = range(tables[1].first_block, tables[1].first_block + len(tables[1].ids))
+        for index in listed:
+            to, from_ = tables[1].block(index), tables[0].block(index)
+            if to is not None and from_ is not None:
+                pieces.append(np.stack([state_addresses(sink, to), state_addresses(source, from_)]))
+        return np.concatenate(pieces, axis=1)
+    for token in span:
+        to = tables[1].block(token // sink.tokens_per_block)
+        from_ = tables[0].block(token // source.tokens_per_block)
+        if to is not None and from_ is not None:
+            ends = (
+                token_addresses(sink, to, token % sink.tokens_per_block, heads),
+                token_addresses(source, from_, token % source.tokens_per_block, heads),
+            )
+            pieces.append(np.stack([end.ravel() for end in ends]))
+    return np.concatenate(pieces, axis=1)
+
+
+def fewest_runs(copied: Addresses) -> int:
+    """Into how few runs, contiguous on both sides, these bytes can be put."""
+    if copied.shape[1] == 0:
+        return 0
+    rising = copied[:, np.argsort(copied[0])]
+    return 1 + int((np.diff(rising, axis=1) != 1).any(axis=0).sum())
+
+
 @dataclass
 class Memory:
     """One rank's memory: a real buffer, and its regions in it."""

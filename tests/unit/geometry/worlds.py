@@ -221,6 +221,7 @@ def rank_regions(
                 side, rank % side.tp, members, layout, blocks[group], base
             )
         regions += made
+        base += 1  # groups that touch by chance would make runs that no planner looks for
     return regions, base
 
 
