@@ -3,10 +3,11 @@
 Both do the same work on the same ids: a request's blocks on a prefill engine, its blocks on a
 decode engine, for every region. Three stages, each timed alone:
 
-* plan: stock, its own `_compute_desc_ids` for both sides; kvpush, `CopyPlanner.plan`.
+* plan: stock, its own `_compute_desc_ids` for both sides; kvpush, `CopyPlanner.plan_pattern`, which
+  is what the engine calls.
 * make: stock, `make_prepped_xfer` on lists of all blocks prepared beforehand (the time for that is
   printed apart), one handle for the whole request; kvpush, descriptors of the planned runs and
-  `initialize_xfer`, which need nothing beforehand, one handle for every 1,024 runs.
+  `initialize_xfer`, which need nothing beforehand, one handle for every part that the engine posts.
 * post: `transfer`, until all handles are done.
 
 Both go through NIXL's Python module between two agents of this process; the engine itself goes
@@ -44,6 +45,7 @@ REGIONS = (64, 128)
 SIZES = record_allocation.SIZES
 PATTERNS = ("contiguous", "recorded", "random")
 PART_RUNS = 1_024  # the engine's max_batch_descriptors
+PART_BYTES = 32 << 20  # and its max_batch_bytes
 # Transfers of more pieces than this are made but not posted: posting takes some us for each.
 MAX_POSTED = 140_000
 POST_ROUNDS = 2
@@ -268,9 +270,9 @@ def measure(row: Row, wire: Wire | None, rounds: int) -> None:
     planner = make_planner(row.regions, *bases)
     row.stock["plan"] = best_us(lambda: (stock.plan(local_list), stock.plan(remote_list)), rounds)
     tables = ([(0, producer)], [(0, consumer)])
-    row.ours["plan"] = best_us(lambda: planner.plan(span, *tables), rounds)
-    plan = planner.plan(span, *tables)
-    row.runs, row.descriptors = len(plan.runs), plan.descriptors_before
+    row.ours["plan"] = best_us(lambda: planner.plan_pattern(span, *tables), rounds)
+    plan = planner.plan_pattern(span, *tables)
+    row.runs, row.descriptors = plan.total_runs, plan.descriptors_before
     if wire is None:
         return
 
@@ -278,7 +280,7 @@ def measure(row: Row, wire: Wire | None, rounds: int) -> None:
         wire.check(row.regions, producer, consumer)
 
     local, remote = stock.plan(local_list), stock.plan(remote_list)
-    parts = [plan.runs[i : i + PART_RUNS] for i in range(0, len(plan.runs), PART_RUNS)]
+    parts = [runs for _, runs in plan.parts(PART_RUNS, PART_BYTES)]
     both: list[tuple[dict[str, float], list[Maker]]] = [
         (row.stock, [lambda: wire.make_stock(local, remote)]),
         (row.ours, [partial(wire.make_ours, part) for part in parts]),
@@ -299,7 +301,7 @@ def show(rows: list[Row], console: Console) -> None:
     table = Table(title="From block ids to a posted transfer, microseconds: stock / kvpush")
     for name in ("regions", "blocks", "pattern", "descriptors", "runs"):
         table.add_column(name, justify="left" if name == "pattern" else "right", no_wrap=True)
-    for name in ("plan", "ratio", "make", "plan + make", "post"):
+    for name in ("plan", "ratio", "make", "plan + make", "ratio", "post"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         for side in (row.stock, row.ours):
@@ -308,7 +310,9 @@ def show(rows: list[Row], console: Console) -> None:
         cells = [str(row.regions), f"{row.blocks:,}", row.pattern]
         cells += [f"{row.descriptors:,}", f"{row.runs:,}", pair_of(row, "plan")]
         cells.append(f"{row.stock['plan'] / row.ours['plan']:.1f}x")
-        cells += [pair_of(row, "make"), pair_of(row, "both"), pair_of(row, "post")]
+        cells += [pair_of(row, "make"), pair_of(row, "both")]
+        cells.append(f"{row.stock['both'] / row.ours['both']:.2f}x" if "both" in row.ours else "")
+        cells.append(pair_of(row, "post"))
         table.add_row(*cells)
     console.print(table)
 

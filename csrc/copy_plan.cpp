@@ -175,9 +175,11 @@ class CopyPlanner::Impl {
     }
     if (matcher.overlaps().empty()) return Status::ok();
     entry.trim_shapes();
-    make_items(entry, matcher.overlaps());
-    const auto begin = static_cast<std::uint32_t>(out.runs.size());
-    if (Status status = spell_items(entry, out.runs); !status.is_ok()) return status;
+    section_begin_ = out.runs.size();
+    const auto begin = static_cast<std::uint32_t>(section_begin_);
+    if (Status status = add_overlaps(entry, matcher.overlaps(), out.runs); !status.is_ok()) {
+      return status;
+    }
     add_section(entry, begin, out);
     out.descriptors_before += matcher.overlaps().size() * descriptors_per_overlap(entry);
     if (out.total_runs > kMaxRuns) return too_many_runs(out.total_runs);
@@ -194,24 +196,36 @@ class CopyPlanner::Impl {
     return count * entry.geometry_class.bases.size();
   }
 
-  void make_items(PreparedClass& entry, const std::vector<Overlap>& overlaps) {
+  Status add_overlaps(PreparedClass& entry, const std::vector<Overlap>& overlaps,
+                      std::vector<CopyRun>& runs) {
     items_.clear();
     const SideGeometry& to = entry.geometry().consumer;
     const SideGeometry& from = entry.geometry().producer;
     // No overlap is as large as this where blocks can't be taken whole.
     const std::uint32_t whole = entry.whole_blocks ? to.tokens_per_block : kNoShape;
+    const Shape block = entry.shapes[kBlockShape];
+    // The usual case needs no items: each whole block is one run or goes on with the one before.
+    const bool direct = entry.whole_blocks && block.axis_count == 0;
     for (const Overlap& overlap : overlaps) {
       const std::uint64_t consumer = overlap.consumer_block * to.block_stride;
       const std::uint64_t producer = overlap.producer_block * from.block_stride;
       if (overlap.tokens == whole) {
-        append(entry, {consumer, producer, entry.shapes[kBlockShape].length, kBlockShape});
+        if (direct) {
+          add_run(consumer, producer, block.length, runs);
+        } else {
+          append(entry, {consumer, producer, block.length, kBlockShape});
+        }
         continue;
       }
       for (const GeometryClass::Member& member : entry.geometry_class.members) {
         append_pages(entry, member.geometry, overlap, consumer + member.offset,
                      producer + member.offset);
       }
+      if (!direct) continue;
+      if (Status status = spell_items(entry, runs); !status.is_ok()) return status;
+      items_.clear();
     }
+    return spell_items(entry, runs);
   }
 
   // Cuts one member's part of an overlap at the pages of both sides.
@@ -247,8 +261,7 @@ class CopyPlanner::Impl {
   }
 
   // Spells out the items, as runs relative to the bases of the class.
-  Status spell_items(const PreparedClass& entry, std::vector<CopyRun>& runs) {
-    section_begin_ = runs.size();
+  Status spell_items(const PreparedClass& entry, std::vector<CopyRun>& runs) const {
     for (const Item& item : items_) {
       const Shape& shape = entry.shapes[item.shape];
       if (runs.size() + shape.runs() > kMaxRuns) return too_many_runs(runs.size() + shape.runs());

@@ -121,7 +121,7 @@ class CopyPlan:
 
 @final
 class PatternPlan:
-    """A planned copy whose runs are not spelled out: those of one layer serve all that are alike."""
+    """A planned copy that is not spelled out: one layer's runs serve all that are alike."""
 
     @property
     def total_runs(self) -> int:

@@ -610,7 +610,7 @@ TEST(CopyPlan, ASteadyStateAllocatesNothing) {
       CopyPlan plan;
       ASSERT_TRUE(planner.plan({0, 9'600}, others, some, plan).is_ok());
       PatternPlan pattern;
-      ASSERT_TRUE(planner.plan_pattern({0, 9'600}, others, some, pattern).is_ok());
+      ASSERT_TRUE(planner.plan_pattern({3, 9'590}, others, some, pattern).is_ok());
       const std::uint64_t before = allocations;
       const Status first = planner.plan({0, 9'600}, others, some, plan);
       const Status second = planner.plan_pattern({40, 8'611}, others, some, pattern);

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from kvpush.errors import PeerIncompatibleError, PeerUnreachableError
 from kvpush.vllm.handshake import HelloReply, query_peers
 from kvpush.vllm.log import get_logger
 
-__all__ = ["Address", "Endpoints", "Meeting", "Waiting"]
+__all__ = ["Address", "Endpoints", "Meeting", "Waiting", "check_windows"]
 
 logger = get_logger("endpoints")
 
@@ -187,3 +187,24 @@ def _tokens_per_block(hello: HelloReply) -> tuple[int, ...]:
         for region in PeerInfo.decode(hello.ranks[0]).regions
     }
     return tuple(size for _, size in sorted(sizes))
+
+
+def check_windows(windows: Mapping[str, int], hello: HelloReply) -> None:
+    """Refuse a peer that may have given back tokens of a block that this engine needs whole.
+
+    Each side keeps the blocks that its window touches. The consumer's first one begins within what
+    the producer still has only if the producer's blocks begin nowhere else than the consumer's do.
+
+    Raises:
+        PeerIncompatibleError: naming a layer and both block sizes.
+    """
+    for rank in hello.ranks:
+        for region in PeerInfo.decode(rank).regions:
+            layer = region.layer.removesuffix("/k").removesuffix("/v")
+            own, theirs = windows.get(layer), region.tokens_per_block
+            if own is not None and theirs % own != 0:
+                raise PeerIncompatibleError(
+                    f"layer {layer}: the block size is {theirs} on the producer and {own} on the "
+                    "consumer; with a sliding window the consumer's must divide the producer's. "
+                    "Start both with the same --block-size."
+                )

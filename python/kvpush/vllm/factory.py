@@ -120,6 +120,12 @@ def make_worker(
                 0 if _holds_state(group.kv_cache_spec) else group.kv_cache_spec.block_size
                 for group in kv_cache_config.kv_cache_groups
             ),
+            windows={
+                layer: group.kv_cache_spec.block_size
+                for group in kv_cache_config.kv_cache_groups
+                if _forgets(group.kv_cache_spec)
+                for layer in group.layer_names
+            },
             whole_blocks=layout.whole_blocks,
             mode=mode,
             hello_timeout_s=config.hello_timeout_s,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgspec
 from kvpush._core import Event
 from kvpush.errors import PeerIncompatibleError
 from kvpush.vllm.device_events import HostEvents, StepEvents
-from kvpush.vllm.endpoints import Address, Endpoints, Meeting
+from kvpush.vllm.endpoints import Address, Endpoints, Meeting, check_windows
 from kvpush.vllm.handshake import HelloReply
 from kvpush.vllm.log import get_logger
 from kvpush.vllm.messages import Blocks, Close, Grant, Offer, Refusal, StepOrders, Withdrawal
@@ -56,6 +56,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     tokens_per_block: tuple[int, ...]
     """Of each KV cache group; 0 where a block holds a state."""
+    windows: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """Tokens per block of each layer whose cache gives back what lies before a window."""
     whole_blocks: bool
     mode: str
     hello_timeout_s: float
@@ -306,6 +308,8 @@ class WorkerSide:
 
     def _connect(self, hello: HelloReply) -> list[int]:
         """Runs in the meeting's thread, without the lock."""
+        if self._facts.windows:
+            check_windows(self._facts.windows, hello)
         sessions = self._engine.connect(
             hello.ranks, self._consumers, self._consumer_index, self._facts.hello_timeout_s
         )

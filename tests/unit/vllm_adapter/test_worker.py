@@ -3,10 +3,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvpush.errors import PeerIncompatibleError
 from kvpush.vllm import endpoints as endpoints_module
 from kvpush.vllm.device_events import StepEvents
 from kvpush.vllm.handshake import PROTOCOL, HelloReply, SideChannel
@@ -262,6 +264,33 @@ def test_a_peer_in_another_mode_is_refused(rig: Rig) -> None:
     rig.channel.start()
     rig.orders(grants=[rig.grant()])
     assert failure(rig) == "incompatible"
+
+
+class WindowPeer:
+    """What a peer's description is decoded to: one windowed layer."""
+
+    def __init__(self, layer: str, tokens_per_block: int) -> None:
+        self.regions = [SimpleNamespace(layer=layer, tokens_per_block=tokens_per_block)]
+
+
+@pytest.mark.parametrize("layer", ["layers.0", "layers.0/k"])
+@pytest.mark.parametrize(("theirs", "own"), [(32, 64), (96, 64)])
+def test_block_sizes_that_a_window_forbids_are_refused(
+    monkeypatch: pytest.MonkeyPatch, layer: str, theirs: int, own: int
+) -> None:
+    decoded = SimpleNamespace(decode=lambda data: WindowPeer(layer, theirs))
+    monkeypatch.setattr(endpoints_module, "PeerInfo", decoded)
+    hello = HelloReply(PROTOCOL, "p", "push", 1, 1, [b"rank"])
+    words = f"layers.0: the block size is {theirs} on the producer and {own} on the consumer"
+    with pytest.raises(PeerIncompatibleError, match=words):
+        endpoints_module.check_windows({"layers.0": own}, hello)
+    endpoints_module.check_windows({"layers.0": theirs, "layers.1": own}, hello)
+    rig = Rig(windows={"layers.0": own})
+    try:
+        rig.orders(grants=[rig.grant()])
+        assert failure(rig) == "incompatible"
+    finally:
+        rig.channel.stop()
 
 
 @pytest.mark.parametrize(
