@@ -117,7 +117,7 @@ PreparedClass prepare(GeometryClass&& geometry_class) {
     room += std::min(page, kMaxShapes);
   }
   entry.shapes.reserve(room);
-  entry.shapes.push_back(entry.whole_blocks ? entry.geometry_class.block_shape() : Shape{});
+  entry.shapes.push_back(entry.geometry_class.block);
   return entry;
 }
 

@@ -130,58 +130,73 @@ bool share_blocks(const PairGeometry& a, const PairGeometry& b) {
          same_side(a.producer, b.producer);
 }
 
-// One of `alike` at one of its bases.
-struct Candidate {
-  std::size_t which = 0;
+// A class in the making: members that have joined up so far, at one base.
+struct Joined {
+  std::vector<std::pair<std::size_t, std::uint64_t>> members;  // index into Alike, offset
   Base base;
+  Shape block;  // of all members; only if has_block
+  bool has_block = false;
 };
 
-// Finds the members of one class, from the first candidate on; how many there are. The candidates
-// rise by their consumer bases, so that what joins up is neighbours.
-std::size_t join_members(const std::vector<Alike>& alike, std::span<const Candidate> candidates,
-                         GeometryClass& out) {
-  const Candidate& first = candidates.front();
-  const PairGeometry& geometry = alike[first.which].geometry;
-  out = {{geometry}, {{0, 0}}, {first.base}, alike[first.which].layer};
-  if (!geometry.has_block_shape()) return 1;
-  const std::uint64_t block =
-      std::min(geometry.consumer.block_stride, geometry.producer.block_stride);
-  Shape shape = geometry.block_shape();
-  std::size_t count = 1;
-  for (const Candidate& candidate : candidates.subspan(1)) {
-    const PairGeometry& next = alike[candidate.which].geometry;
-    const std::uint64_t offset = candidate.base.consumer - first.base.consumer;
-    if (offset >= block || candidate.base.producer - first.base.producer != offset ||
-        !next.has_block_shape() || !share_blocks(geometry, next) ||
-        !shape.join(offset, next.block_shape())) {
-      break;
-    }
-    auto known = std::ranges::find(out.geometries, next);
-    if (known == out.geometries.end()) known = out.geometries.insert(known, next);
-    out.members.push_back({static_cast<std::uint32_t>(known - out.geometries.begin()), offset});
-    ++count;
+// Takes `next`, which lies behind `one`, into it if whole blocks of the two join up.
+bool join_up(const std::vector<Alike>& alike, Joined& one, const Joined& next) {
+  const PairGeometry& geometry = alike[one.members.front().first].geometry;
+  const std::uint64_t offset = next.base.consumer - one.base.consumer;
+  if (!one.has_block || !next.has_block || next.base.producer - one.base.producer != offset ||
+      offset >= std::min(geometry.consumer.block_stride, geometry.producer.block_stride) ||
+      !share_blocks(geometry, alike[next.members.front().first].geometry) ||
+      !one.block.join(offset, next.block)) {
+    return false;
   }
-  return count;
+  for (const auto& [which, behind] : next.members)
+    one.members.emplace_back(which, offset + behind);
+  return true;
+}
+
+GeometryClass make_class(const std::vector<Alike>& alike, const Joined& joined) {
+  GeometryClass out;
+  out.layer = alike[joined.members.front().first].layer;
+  out.bases = {joined.base};
+  for (const auto& [which, offset] : joined.members) {
+    const PairGeometry& geometry = alike[which].geometry;
+    auto known = std::ranges::find(out.geometries, geometry);
+    if (known == out.geometries.end()) known = out.geometries.insert(known, geometry);
+    out.members.push_back({static_cast<std::uint32_t>(known - out.geometries.begin()), offset});
+  }
+  out.block = joined.block;
+  return out;
+}
+
+// What joins up is neighbours: rising by their bases, each goes into the one before where it can,
+// and the two together may then go into the one before that.
+std::vector<Joined> join_neighbours(const std::vector<Alike>& alike) {
+  std::vector<Joined> all;
+  for (std::size_t i = 0; i < alike.size(); ++i) {
+    const PairGeometry& geometry = alike[i].geometry;
+    const bool has_block = geometry.has_block_shape();
+    for (const Base& base : alike[i].bases)
+      all.push_back({{{i, 0}}, base, has_block ? geometry.block_shape() : Shape{}, has_block});
+  }
+  std::ranges::stable_sort(all, {}, [](const Joined& joined) { return joined.base.consumer; });
+  std::vector<Joined> out;
+  for (Joined& next : all) {
+    out.push_back(std::move(next));
+    while (out.size() > 1 && join_up(alike, out[out.size() - 2], out.back()))
+      out.pop_back();
+  }
+  return out;
 }
 
 std::vector<GeometryClass> join_regions(const std::vector<Alike>& alike) {
-  std::vector<Candidate> candidates;
-  for (std::size_t i = 0; i < alike.size(); ++i) {
-    for (const Base& base : alike[i].bases)
-      candidates.push_back({i, base});
-  }
-  std::ranges::stable_sort(candidates, {},
-                           [](const Candidate& candidate) { return candidate.base.consumer; });
   using Key = std::pair<std::vector<PairGeometry>, std::vector<GeometryClass::Member>>;
   std::map<Key, GeometryClass> found;
-  for (std::span<const Candidate> rest = candidates; !rest.empty();) {
-    GeometryClass next;
-    rest = rest.subspan(join_members(alike, rest, next));
+  for (const Joined& joined : join_neighbours(alike)) {
+    GeometryClass next = make_class(alike, joined);
     GeometryClass& entry = found[{next.geometries, next.members}];
     if (entry.bases.empty()) {
       entry = std::move(next);
     } else {
-      entry.bases.push_back(next.bases.front());
+      entry.bases.push_back(joined.base);
     }
   }
   std::vector<GeometryClass> classes;
@@ -273,15 +288,6 @@ Shape PairGeometry::block_shape() const noexcept {
       Axis{layers, layer_stride, layer_stride},
   };
   return collapse(element_bytes, axes);
-}
-
-Shape GeometryClass::block_shape() const noexcept {
-  Shape shape = geometry().block_shape();
-  for (std::size_t i = 1; i < members.size(); ++i) {
-    const bool joins = shape.join(members[i].offset, geometries[members[i].geometry].block_shape());
-    KVPUSH_CHECK(joins, "the members of a class join up");
-  }
-  return shape;
 }
 
 std::vector<GeometryClass> make_classes(std::span<const Region> producer,

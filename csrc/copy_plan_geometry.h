@@ -115,11 +115,10 @@ struct GeometryClass {
   std::vector<Member> members;           // in the order of their offsets, never empty
   std::vector<Base> bases;  // of the first member: one for each region pair or run of joined layers
   std::string layer;        // one of them, for messages
+  Shape block;              // a whole block of all members; only if geometry().has_block_shape()
 
   // What all members have in common may be read from it: groups, memory, blocks and their strides.
   const PairGeometry& geometry() const noexcept { return geometries.front(); }
-  // A whole block of all members. Only if geometry().has_block_shape().
-  Shape block_shape() const noexcept;
 };
 
 // Sorts the pairs into classes. The regions are valid and the pairs fit them.
