@@ -110,11 +110,13 @@ def check_merging(world: World, p: int, c: int, pairs: Pairs, runs: int) -> None
         from_, to = world.producer.layouts[group], world.consumer.layouts[group]
         if (from_.tokens_per_block, from_.pages) != (to.tokens_per_block, to.pages):
             return
-        if to.order.index("block") < max(to.order.index("token"), to.order.index("page")):
-            return  # no tensor has that; a last block that is cut short then misses its neighbours
         cut = request.span.start % to.tokens_per_block or request.span.stop % to.tokens_per_block
-        if cut and to.order.index("block") < max(map(to.order.index, ("head", "component"))):
-            return  # the cut block may touch its neighbour in each head, which is not looked for
+        for order in (from_.order, to.order):
+            outside = order[order.index("block") :]
+            if "token" in outside or "page" in outside:
+                return  # no tensor has that; a block that is cut short then misses its neighbours
+            if cut and ("head" in outside or "component" in outside):
+                return  # the cut block may touch its neighbour in each head: not looked for
         # Layers of a cut block, or behind a gap, may touch those of the next: by chance too.
         alike = alike and (from_.order, from_.padding) == (to.order, to.padding)
         alike = alike and not (to.joined and (cut or to.slots == "gap"))
