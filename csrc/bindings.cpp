@@ -363,6 +363,8 @@ void bind_planner(py::module_& m) {
 
 // --- engine -------------------------------------------------------------------------------------
 
+enum class TransferMode : std::uint8_t { kPush = 0, kPull = 1 };
+
 // Everything a rank's engine is made of, as Python gives it.
 struct PyConfig {
   std::string nixl_library;
@@ -382,7 +384,8 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
                      double revoke_patience_s, std::uint32_t max_batch_descriptors,
                      std::uint64_t max_batch_bytes, std::uint32_t max_handles_in_flight,
                      double spin_us, double busy_poll_us, double idle_poll_us,
-                     std::uint32_t push_granularity_tokens, std::uint32_t min_push_tokens) {
+                     std::uint32_t push_granularity_tokens, std::uint32_t min_push_tokens,
+                     const std::string& mode) {
   if (session == 0) {
     throw py::value_error("session is 0; it must be a nonzero random number");
   }
@@ -405,8 +408,11 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
   config.engine.producer.retry_grace = seconds("retry_grace_s", retry_grace_s);
   config.engine.producer.granularity_tokens = push_granularity_tokens;
   config.engine.producer.min_piece_tokens = min_push_tokens;
+  config.engine.pull = from_name<TransferMode>("mode", mode, "push", "pull") == TransferMode::kPull;
   config.engine.consumer.resend = seconds("resend_s", resend_s);
   config.engine.consumer.revoke_patience = seconds("revoke_patience_s", revoke_patience_s);
+  config.engine.producer.resend = config.engine.consumer.resend;
+  config.engine.producer.recall_patience = config.engine.consumer.revoke_patience;
   config.engine.hello_resend = config.engine.consumer.resend;
   config.engine.keepalive = seconds("keepalive_s", keepalive_s);
   config.engine.peer_timeout = seconds("peer_timeout_s", peer_timeout_s);
@@ -430,7 +436,7 @@ void bind_config(py::module_& m) {
            "revoke_patience_s"_a = 20.0, "max_batch_descriptors"_a = 1024,
            "max_batch_bytes"_a = 32U << 20, "max_handles_in_flight"_a = 64, "spin_us"_a = 50.0,
            "busy_poll_us"_a = 20.0, "idle_poll_us"_a = 1000.0, "push_granularity_tokens"_a = 0,
-           "min_push_tokens"_a = 0)
+           "min_push_tokens"_a = 0, "mode"_a = "push")
       .def_property_readonly("session", [](const PyConfig& config) { return config.self.session; })
       .def_property_readonly("engine_id",
                              [](const PyConfig& config) { return config.self.engine_id; });
@@ -662,16 +668,17 @@ class PyEngine {
 
   py::dict counters() const {
     const EngineCounters c = thread_.counters();
-    return py::dict(
-        "grants_live"_a = c.grants_live, "offers_live"_a = c.offers_live,
-        "served_live"_a = c.served_live, "handles_in_flight"_a = c.handles_in_flight,
-        "posts_queued"_a = c.posts_queued, "fences_waiting"_a = c.fences_waiting,
-        "peers"_a = c.peers, "transfers_received"_a = c.transfers_received,
-        "transfers_sent"_a = c.transfers_sent, "transfers_failed"_a = c.transfers_failed,
-        "bytes_written"_a = c.bytes_written, "descriptors_planned"_a = c.descriptors_planned,
-        "descriptors_posted"_a = c.descriptors_posted, "writes_posted"_a = c.writes_posted,
-        "messages_received"_a = c.messages_received, "messages_dropped"_a = c.messages_dropped,
-        "peers_lost"_a = c.peers_lost);
+    return py::dict("grants_live"_a = c.grants_live, "offers_live"_a = c.offers_live,
+                    "served_live"_a = c.served_live, "handles_in_flight"_a = c.handles_in_flight,
+                    "posts_queued"_a = c.posts_queued, "fences_waiting"_a = c.fences_waiting,
+                    "peers"_a = c.peers, "transfers_received"_a = c.transfers_received,
+                    "transfers_sent"_a = c.transfers_sent,
+                    "transfers_failed"_a = c.transfers_failed, "bytes_written"_a = c.bytes_written,
+                    "descriptors_planned"_a = c.descriptors_planned,
+                    "descriptors_posted"_a = c.descriptors_posted,
+                    "writes_posted"_a = c.writes_posted, "bytes_read"_a = c.bytes_read,
+                    "reads_posted"_a = c.reads_posted, "messages_received"_a = c.messages_received,
+                    "messages_dropped"_a = c.messages_dropped, "peers_lost"_a = c.peers_lost);
   }
 
   void shutdown(double drain_s) {

@@ -46,9 +46,13 @@ std::string fault_of(const GrantCommand& command) {
 
 }  // namespace
 
-bool Consumer::may_write(const Writer& writer) noexcept {
+bool Consumer::is_talking(const Writer& writer) noexcept {
   return writer.state == WriterState::kGranted || writer.state == WriterState::kAccepted ||
-         writer.state == WriterState::kFenced;
+         writer.state == WriterState::kRead;
+}
+
+bool Consumer::is_open(const Writer& writer) noexcept {
+  return is_talking(writer) || writer.state == WriterState::kFenced || writer.read != 0;
 }
 
 Consumer::Found Consumer::find(Session from, Attempt attempt) {
@@ -70,7 +74,9 @@ SendAction Consumer::grant_message(const Grant& grant, Session to) const {
   message.attempt = grant.command.attempt;
   message.key = grant.command.key;
   message.span = grant.command.span;
-  message.blocks = grant.command.blocks;
+  if (!config_.reads) {  // else they are nobody's business
+    message.blocks = grant.command.blocks;
+  }
   return {to, std::move(message)};
 }
 
@@ -130,7 +136,9 @@ void Consumer::note_progress(Grant& grant, Writer& writer, Actions& out) {
   if (writer.state == WriterState::kGranted) {
     writer.state = WriterState::kAccepted;
   }
-  if (writer.state == WriterState::kAccepted && writer.coverage.covers(grant.command.span)) {
+  const bool covered = config_.reads ? grant.command.span.empty()  // nothing is needed
+                                     : writer.coverage.covers(grant.command.span);
+  if (writer.state == WriterState::kAccepted && covered) {
     writer.state = WriterState::kComplete;
     finish_if_quiet(grant.command.ticket, out);
   }
@@ -149,8 +157,8 @@ bool Consumer::on_accepted(Session from, const AcceptedMessage& message, TimeNs 
 bool Consumer::on_written(Session from, const WrittenMessage& message, TimeNs /*now*/,
                           Actions& out) {
   const Found found = find(from, message.attempt);
-  if (found.writer == nullptr || !found.grant->command.span.contains(message.span) ||
-      !found.writer->coverage.add(message)) {
+  if (found.writer == nullptr || config_.reads ||
+      !found.grant->command.span.contains(message.span) || !found.writer->coverage.add(message)) {
     return false;
   }
   note_progress(*found.grant, *found.writer, out);
@@ -159,7 +167,7 @@ bool Consumer::on_written(Session from, const WrittenMessage& message, TimeNs /*
 
 bool Consumer::on_failed(Session from, const FailedMessage& message, TimeNs now, Actions& out) {
   const Found found = find(from, message.attempt);
-  if (found.writer == nullptr || !may_write(*found.writer)) {
+  if (found.writer == nullptr || !is_open(*found.writer)) {
     return false;
   }
   found.writer->state = WriterState::kEnded;
@@ -171,7 +179,7 @@ bool Consumer::on_failed(Session from, const FailedMessage& message, TimeNs now,
 
 bool Consumer::on_revoked(Session from, const RevokedMessage& message, TimeNs now, Actions& out) {
   const Found found = find(from, message.attempt);
-  if (found.writer == nullptr || !may_write(*found.writer)) {
+  if (found.writer == nullptr || !is_open(*found.writer)) {
     return false;
   }
   found.writer->state = WriterState::kEnded;
@@ -196,10 +204,15 @@ void Consumer::begin_end(Grant& grant, End end, Reason reason, std::string detai
   grant.ending_since = now;
   note_due(now + std::min(config_.resend, config_.revoke_patience));
   for (Writer& writer : grant.writers) {
-    if (writer.state == WriterState::kGranted || writer.state == WriterState::kAccepted) {
-      out.emplace_back(SendAction{writer.session, RevokeMessage{grant.command.attempt}});
-      writer.last_sent = now;
-    }
+    send_revoke(grant, writer, now, out);
+  }
+}
+
+void Consumer::send_revoke(const Grant& grant, Writer& writer, TimeNs now, Actions& out) {
+  if (is_talking(writer) && writer.read == 0) {
+    out.emplace_back(SendAction{writer.session, RevokeMessage{grant.command.attempt}});
+    writer.last_sent = now;
+    note_due(now + config_.resend);
   }
 }
 
@@ -209,7 +222,7 @@ void Consumer::finish_if_quiet(Ticket ticket, Actions& out) {
     return;
   }
   Grant& grant = found->second;
-  if (std::any_of(grant.writers.begin(), grant.writers.end(), may_write)) {
+  if (std::any_of(grant.writers.begin(), grant.writers.end(), is_open)) {
     return;
   }
   EndAction end;
@@ -219,6 +232,7 @@ void Consumer::finish_if_quiet(Ticket ticket, Actions& out) {
   end.reason = grant.reason;
   end.detail = std::move(grant.detail);
   end.peer = grant.culprit;
+  end.stats = grant.stats;
   by_attempt_.erase(grant.command.attempt);
   grants_.erase(found);
   out.emplace_back(std::move(end));
@@ -228,8 +242,9 @@ void Consumer::on_peer_lost(Session peer, TimeNs fence, TimeNs now, Actions& out
   std::vector<Ticket> touched;
   for (auto& [ticket, grant] : grants_) {
     for (Writer& writer : grant.writers) {
-      if (writer.session == peer && may_write(writer) && writer.state != WriterState::kFenced) {
-        writer.state = fence > now ? WriterState::kFenced : WriterState::kGone;
+      if (writer.session == peer && is_talking(writer)) {
+        const bool may_write = !config_.reads && fence > now;
+        writer.state = may_write ? WriterState::kFenced : WriterState::kGone;
         writer.fence = fence;
         note_due(fence);
         begin_end(grant, End::kFailed, Reason::kPeerLost, "the producer is gone", peer, now, out);
@@ -249,7 +264,7 @@ void Consumer::tick_writer(Grant& grant, Writer& writer, TimeNs now, Actions& ou
     }
     return;
   }
-  if (!may_write(writer)) {
+  if (!is_talking(writer)) {
     return;
   }
   if (grant.ending && now - grant.ending_since >= config_.revoke_patience) {
@@ -260,10 +275,12 @@ void Consumer::tick_writer(Grant& grant, Writer& writer, TimeNs now, Actions& ou
     return;
   }
   if (grant.ending) {
-    out.emplace_back(SendAction{writer.session, RevokeMessage{grant.command.attempt}});
-    writer.last_sent = now;
+    send_revoke(grant, writer, now, out);
   } else if (writer.state == WriterState::kGranted) {
     out.emplace_back(grant_message(grant, writer.session));
+    writer.last_sent = now;
+  } else if (writer.state == WriterState::kRead) {
+    out.emplace_back(SendAction{writer.session, ReadDoneMessage{grant.command.attempt}});
     writer.last_sent = now;
   }
 }
@@ -272,11 +289,13 @@ void Consumer::tick_writer(Grant& grant, Writer& writer, TimeNs now, Actions& ou
 void Consumer::note_due(const Grant& grant, const Writer& writer) {
   if (writer.state == WriterState::kFenced) {
     note_due(writer.fence);
-  } else if (may_write(writer)) {
+  } else if (is_talking(writer)) {
     if (grant.ending) {
       note_due(grant.ending_since + config_.revoke_patience);
     }
-    if (grant.ending || writer.state == WriterState::kGranted) {
+    const bool repeats =
+        writer.state == WriterState::kGranted || writer.state == WriterState::kRead || grant.ending;
+    if (repeats && writer.read == 0) {  // REVOKE waits for the READs
       note_due(writer.last_sent + config_.resend);
     }
   }

@@ -21,6 +21,16 @@
 // on the blocks are the caller's again. The first reason for ending is the one reported. A writer
 // that leaves REVOKE unanswered is dropped as a peer, which starts its fence: every wait is
 // bounded.
+//
+// Pull (`ConsumerConfig::reads`): the "writers" hold KV that this rank READs. What changes:
+//
+//   kAccepted + READY        -> the READs are posted (`read` names them while one is in flight)
+//   all READs ended well     -> kRead      READ_DONE said, repeated until an answer comes
+//   kRead + CONFIRMED        -> kComplete  the producer held its blocks until READ_DONE came
+//
+// Nobody writes here, so a lost peer needs no fence: what may still touch this rank's blocks is its
+// own READs. A grant ends only when they have ended (RMA can't be cancelled), and REVOKE, which
+// then says "nothing of this attempt is being read", waits for them too. See consumer_pull.cpp.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +49,8 @@ namespace kvpush {
 struct ConsumerConfig {
   DurationNs resend = 2 * kSecond;  // between repeats of GRANT and of REVOKE
   DurationNs revoke_patience =
-      20 * kSecond;  // REVOKE unanswered for this long: the peer is dropped
+      20 * kSecond;    // REVOKE unanswered for this long: the peer is dropped
+  bool reads = false;  // pull: this rank READs, and nobody writes
   // vLLM runs some thousands of requests at most; a grant takes about 1 KB.
   std::size_t max_grants = 65'536;
 };
@@ -69,6 +80,19 @@ class Consumer {
   bool on_failed(Session from, const FailedMessage& message, TimeNs now, Actions& out);
   bool on_revoked(Session from, const RevokedMessage& message, TimeNs now, Actions& out);
 
+  // Pull.
+  bool on_ready(Session from, ReadyMessage& message, TimeNs now, Actions& out);
+  bool on_confirmed(Session from, const ConfirmedMessage& message, TimeNs now, Actions& out);
+  bool on_recall(Session from, const RecallMessage& message, TimeNs now, Actions& out);
+  // A ReadAction has ended: every handle made for it has. `reason` is kNone when all bytes are
+  // here.
+  void on_read_ended(ReadId read, Reason reason, std::string detail, const PostStats& stats,
+                     TimeNs now, Actions& out);
+  // Asked before each post of READs.
+  bool may_read(ReadId read) const;
+  // The grant that these READs are for; null once it has ended.
+  const GrantCommand* grant_of(ReadId read) const;
+
   // The peer is lost; it may still write until `fence`. A peer that said GOODBYE writes no more:
   // then `fence` is `now`.
   void on_peer_lost(Session peer, TimeNs fence, TimeNs now, Actions& out);
@@ -78,13 +102,22 @@ class Consumer {
   std::size_t live() const noexcept { return grants_.size(); }
 
  private:
-  enum class WriterState : std::uint8_t { kGranted, kAccepted, kComplete, kEnded, kFenced, kGone };
+  enum class WriterState : std::uint8_t {
+    kGranted,
+    kAccepted,
+    kRead,
+    kComplete,
+    kEnded,
+    kFenced,
+    kGone
+  };
   struct Writer {
     Session session = 0;
     WriterState state = WriterState::kGranted;
     Coverage coverage;
     TimeNs last_sent = 0;
     TimeNs fence = 0;
+    ReadId read = 0;  // pull: READs from it are queued or in flight; 0: none
   };
   struct Grant {
     GrantCommand command;
@@ -95,14 +128,20 @@ class Consumer {
     std::string detail;
     Session culprit = 0;
     TimeNs ending_since = 0;
+    PostStats stats;  // pull
   };
   struct Found {
     Grant* grant = nullptr;
     Writer* writer = nullptr;
   };
 
-  static bool may_write(const Writer& writer) noexcept;
+  // It, or our READs from it, may still touch the grant's blocks, or an answer is owed.
+  static bool is_open(const Writer& writer) noexcept;
+  // It is there, and has not said its last word.
+  static bool is_talking(const Writer& writer) noexcept;
   Found find(Session from, Attempt attempt);
+  const Grant* find_read(ReadId read) const;
+  void send_revoke(const Grant& grant, Writer& writer, TimeNs now, Actions& out);
   SendAction grant_message(const Grant& grant, Session to) const;
   void note_progress(Grant& grant, Writer& writer, Actions& out);
   void begin_end(Grant& grant, End end, Reason reason, std::string detail, Session culprit,
@@ -115,6 +154,8 @@ class Consumer {
   ConsumerConfig config_;
   std::unordered_map<Ticket, Grant> grants_;
   std::unordered_map<Attempt, Ticket> by_attempt_;
+  std::unordered_map<ReadId, Ticket> reads_;
+  ReadId next_read_ = 1;
   // No timer runs out before this: ten thousand grants need not be looked at in every tick.
   TimeNs next_due_ = std::numeric_limits<TimeNs>::max();
 };

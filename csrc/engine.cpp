@@ -12,6 +12,12 @@ namespace {
 constexpr DurationNs kTimerInterval = 5 * kMillisecond;
 // Parts posted in one tick before messages get a turn again.
 constexpr int kPartsPerTick = 4;
+
+EngineConfig with_mode(EngineConfig config) {
+  config.consumer.reads = config.pull;
+  config.producer.reads = config.pull;
+  return config;
+}
 // Messages handled in one tick before posts get a turn again: some 0.1 ms.
 constexpr std::size_t kMessagesPerTick = 256;
 }  // namespace
@@ -21,11 +27,12 @@ Engine::Engine(Transport& transport, const Clock& clock, DeviceFence& fence, Eng
     : transport_(transport),
       clock_(clock),
       fence_(fence),
-      config_(config),
+      config_(with_mode(config)),
       self_(std::move(self)),
-      consumer_(config.consumer),
-      producer_(config.producer),
-      poster_(transport, clock, self_.session, config.poster) {
+      consumer_(config_.consumer),
+      producer_(config_.producer),
+      poster_(transport, clock, self_.session, config.poster),
+      reader_(transport, clock, self_.session, config.poster, CopyDirection::kRead) {
   KVPUSH_CHECK(self_.session != 0, "a session is a nonzero random number");
 }
 
@@ -81,6 +88,10 @@ Status Engine::greet(PeerTarget& target) {
   peer->hello.pairs = target.pairs;
   peer->hello.fan_out = target.fan_out;
   peer->hello_sent = clock_.now();
+  if (config_.pull) {
+    peer->reader =
+        std::make_unique<CopyPlanner>(self_.regions, peer->info.regions, target.pairs, false);
+  }
   send(session, peer->hello);
   return Status::ok();
 }
@@ -315,7 +326,8 @@ void Engine::on(ShutdownCommand /*command*/) {
 }
 
 bool Engine::drained() const {
-  return poster_.queued() == 0 && producer_.live_serves() == 0 && consumer_.live() == 0;
+  return poster_.queued() == 0 && reader_.queued() == 0 && producer_.live_serves() == 0 &&
+         consumer_.live() == 0;
 }
 
 void Engine::say_goodbye() {
@@ -382,6 +394,7 @@ void Engine::note_freshness(Peer& peer, const Message& message) {
   if (ours && message.echo <= static_cast<std::uint64_t>(now)) {  // no clock of ours is ahead of us
     peer.proven = std::max(peer.proven, static_cast<TimeNs>(message.echo));
   }
+  note_held(peer, message);
 }
 
 bool Engine::on_peer_message(Message& message) {
@@ -406,6 +419,15 @@ bool Engine::on_peer_message(Message& message) {
         } else if constexpr (std::is_same_v<Body, RevokeMessage>) {
           producer_.on_revoke(message.from, body, now, scratch_);
           return true;
+        } else if constexpr (std::is_same_v<Body, ReadyMessage>) {
+          return consumer_.on_ready(message.from, body, now, scratch_);
+        } else if constexpr (std::is_same_v<Body, ConfirmedMessage>) {
+          return consumer_.on_confirmed(message.from, body, now, scratch_);
+        } else if constexpr (std::is_same_v<Body, RecallMessage>) {
+          return consumer_.on_recall(message.from, body, now, scratch_);
+        } else if constexpr (std::is_same_v<Body, ReadDoneMessage>) {
+          producer_.on_read_done(message.from, body, now, scratch_);
+          return config_.pull;
         } else if constexpr (std::is_same_v<Body, GrantMessage>) {
           return on_message(message.from, body, message.meeting);
         } else {
@@ -530,10 +552,14 @@ void Engine::send(Session to, const MessageBody& body) {
   }
   const Peer& peer = found->second;
   Message message{self_.session, body};
-  message.meeting = peer.greeted ? peer.our_meeting : 0;
+  // Before WELCOME the producer may still hold what belonged to an older meeting: till then nothing
+  // but HELLO belongs to the new one.
+  const bool met = peer.welcomed || std::holds_alternative<HelloMessage>(body);
+  message.meeting = met ? peer.our_meeting : 0;
   message.stamp = static_cast<std::uint64_t>(clock_.now());
-  // Before WELCOME the producer may still hold what belonged to an older meeting.
-  message.echo = peer.welcomed ? peer.their_stamp : 0;
+  const bool serves = peer.planner != nullptr;
+  message.echo = peer.welcomed || serves ? peer.their_stamp : 0;
+  message.serving = serves ? peer.their_meeting : 0;
   const Status status = transport_.notify(peer.name, encode_message(message));
   if (!status.is_ok()) {
     lose_peer(to, "sending failed: " + status.message(), false);
@@ -594,7 +620,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   }
   const TimeNs now = clock_.now();
   // What we sent last carries the newest proof of life that it can have. Whenever that arrives, it
-  // writes for peer_timeout after it at most (rule 2).
+  // writes, or reads, for peer_timeout after it at most (rules 2 and 3).
   const TimeNs fence =
       writes_no_more ? now : found->second.last_sent + config_.peer_timeout + config_.fence_margin;
   transport_.remove_peer(found->second.name);
@@ -604,7 +630,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   fail_connects(session, Status::error("the producer was lost: " + why));
   Actions out;
   consumer_.on_peer_lost(session, fence, now, out);
-  producer_.on_peer_lost(session, now, out);
+  producer_.on_peer_lost(session, fence, now, out);
   std::move(out.begin(), out.end(), std::back_inserter(actions_));
 }
 
@@ -707,11 +733,12 @@ Activity Engine::tick() {
   bool progress = receive();
   progress = open_fences() || progress;
   progress = step_posts() || progress;
+  progress = step_reads() || progress;
   tick_timers();
   if (!rewinds_.empty()) {
     settle_rewinds();
   }
-  if (progress || poster_.queued() != 0) {
+  if (progress || poster_.queued() != 0 || reader_.queued() != 0) {
     return Activity::kBusy;
   }
   // A grant without its offer waits for our own prefill: its command will wake the thread.
@@ -730,12 +757,14 @@ EngineCounters Engine::counters() const {
   counters.grants_live = consumer_.live();
   counters.offers_live = producer_.live_offers();
   counters.served_live = producer_.live_serves();
-  counters.handles_in_flight = poster_.handles_in_flight();
-  counters.posts_queued = poster_.queued();
+  counters.handles_in_flight = poster_.handles_in_flight() + reader_.handles_in_flight();
+  counters.posts_queued = poster_.queued() + reader_.queued();
   counters.fences_waiting = fences_.size();
   counters.peers = peers_.size();
   counters.bytes_written = poster_.bytes_posted();
   counters.writes_posted = poster_.handles_posted();
+  counters.bytes_read = reader_.bytes_posted();
+  counters.reads_posted = reader_.handles_posted();
   return counters;
 }
 

@@ -12,6 +12,10 @@
 // a producer posts while the latest echo is younger than peer_timeout, and a consumer that has lost
 // it waits, from what it sent last, for longer than that.
 //
+// Pull turns it round: a producer sends a consumer's latest stamp back, and names the meeting in
+// which it serves it. The consumer posts READs while that is younger than peer_timeout; a producer
+// that has lost it holds the blocks for longer than that.
+//
 // Meetings. A consumer counts its HELLOs to a producer and names the count in each message. A new
 // one ends, on the producer, whatever belonged to an older: the consumer has waited for its fence
 // and given those blocks back, and messages of the older meeting may still be on the way.
@@ -39,6 +43,7 @@
 namespace kvpush {
 
 struct EngineConfig {
+  bool pull = false;  // consumers READ; else producers WRITE. Equal on both sides of a pair
   ConsumerConfig consumer;
   ProducerConfig producer;
   PosterConfig poster;
@@ -122,6 +127,8 @@ struct EngineCounters {
   std::uint64_t descriptors_planned = 0;
   std::uint64_t descriptors_posted = 0;
   std::uint64_t writes_posted = 0;
+  std::uint64_t bytes_read = 0;
+  std::uint64_t reads_posted = 0;
   std::uint64_t messages_received = 0;
   std::uint64_t messages_dropped = 0;
   std::uint64_t peers_lost = 0;
@@ -166,6 +173,9 @@ class Engine {
     HelloMessage hello;
     TimeNs hello_sent = 0;
     std::uint64_t our_meeting = 0;
+    std::unique_ptr<CopyPlanner> reader;  // pull: for READs from it
+    TimeNs held =
+        0;  // pull: it held what it said READY, in this meeting, at this time; 0: not known
     // It is our consumer.
     std::unique_ptr<CopyPlanner> planner;
     std::uint32_t fan_out = 1;
@@ -200,12 +210,14 @@ class Engine {
   Status admit(const PeerInfo& info, HelloMessage& message, std::uint64_t meeting,
                const std::string& claimed_name);
   void note_freshness(Peer& peer, const Message& message);
+  void note_held(Peer& peer, const Message& message);
   bool is_named(const std::string& name) const;
 
   // Actions.
   void run_actions();
   void run(SendAction& action);
   void run(PostAction& action);
+  void run(ReadAction& action);
   void run(EndAction& action);
   void run(DropPeerAction& action);
   void send(Session to, const MessageBody& body);
@@ -213,6 +225,7 @@ class Engine {
 
   // Ticks.
   bool step_posts();
+  bool step_reads();
   bool open_fences();
   void settle_rewinds();
   void deliver(OfferCommand offer);
@@ -228,6 +241,7 @@ class Engine {
   Consumer consumer_;
   Producer producer_;
   Poster poster_;
+  Poster reader_;
 
   std::map<Session, Peer> peers_;
   std::map<std::uint64_t, ConnectCommand> connecting_;

@@ -211,18 +211,25 @@ void read_body(WireReader& in, WrittenMessage& m) {
   }
 }
 
+void write_reason(WireWriter& out, Reason reason, const std::string& detail) {
+  out.u8(static_cast<std::uint8_t>(reason));
+  out.string(clipped(detail));
+}
+void read_reason(WireReader& in, Reason& reason, std::string& detail) {
+  reason = static_cast<Reason>(in.u8());
+  detail = in.string(kMaxDetailBytes);
+  if (static_cast<int>(reason) >= kReasonCount) {
+    in.fail();
+  }
+}
+
 void write_body(WireWriter& out, const FailedMessage& m) {
   out.u64(m.attempt);
-  out.u8(static_cast<std::uint8_t>(m.reason));
-  out.string(clipped(m.detail));
+  write_reason(out, m.reason, m.detail);
 }
 void read_body(WireReader& in, FailedMessage& m) {
   m.attempt = in.u64();
-  m.reason = static_cast<Reason>(in.u8());
-  m.detail = in.string(kMaxDetailBytes);
-  if (static_cast<int>(m.reason) >= kReasonCount) {
-    in.fail();
-  }
+  read_reason(in, m.reason, m.detail);
 }
 
 void write_body(WireWriter& out, const AcceptedMessage& m) {
@@ -247,6 +254,37 @@ void write_body(WireWriter& /*out*/, const KeepaliveMessage& /*m*/) {}
 void read_body(WireReader& /*in*/, KeepaliveMessage& /*m*/) {}
 void write_body(WireWriter& /*out*/, const GoodbyeMessage& /*m*/) {}
 void read_body(WireReader& /*in*/, GoodbyeMessage& /*m*/) {}
+
+void write_body(WireWriter& out, const ReadyMessage& m) {
+  out.u64(m.attempt);
+  out.varint(m.watermark);
+  write_blocks(out, m.blocks);
+}
+void read_body(WireReader& in, ReadyMessage& m) {
+  m.attempt = in.u64();
+  m.watermark = in.u32();
+  m.blocks = read_blocks(in);
+}
+void write_body(WireWriter& out, const ReadDoneMessage& m) {
+  out.u64(m.attempt);
+}
+void read_body(WireReader& in, ReadDoneMessage& m) {
+  m.attempt = in.u64();
+}
+void write_body(WireWriter& out, const ConfirmedMessage& m) {
+  out.u64(m.attempt);
+}
+void read_body(WireReader& in, ConfirmedMessage& m) {
+  m.attempt = in.u64();
+}
+void write_body(WireWriter& out, const RecallMessage& m) {
+  out.u64(m.attempt);
+  write_reason(out, m.reason, m.detail);
+}
+void read_body(WireReader& in, RecallMessage& m) {
+  m.attempt = in.u64();
+  read_reason(in, m.reason, m.detail);
+}
 
 template <std::size_t Kind = 0>
 bool read_kind(WireReader& in, std::size_t kind, MessageBody& body) {
@@ -283,6 +321,7 @@ Bytes encode_message(const Message& message) {
   out.varint(message.meeting);
   out.varint(message.stamp);
   out.varint(message.echo);
+  out.varint(message.serving);
   std::visit([&out](const auto& body) { write_body(out, body); }, message.body);
   return out.take();
 }
@@ -300,6 +339,7 @@ Result<Message> parse_message(BytesView bytes) {
   message.meeting = in.varint();
   message.stamp = in.varint();
   message.echo = in.varint();
+  message.serving = in.varint();
   if (!in.ok() || message.from == 0 || !read_kind(in, kind, message.body) || !in.at_end() ||
       zero_attempt(message.body)) {
     return Status::error("malformed message of " + std::to_string(bytes.size()) + " bytes");
@@ -309,8 +349,8 @@ Result<Message> parse_message(BytesView bytes) {
 
 std::string_view message_name(const MessageBody& body) noexcept {
   static constexpr std::array<std::string_view, std::variant_size_v<MessageBody>> kNames = {
-      "HELLO",  "WELCOME", "REFUSE",  "GRANT",     "ACCEPTED", "WRITTEN",
-      "FAILED", "REVOKE",  "REVOKED", "KEEPALIVE", "GOODBYE"};
+      "HELLO",   "WELCOME",   "REFUSE",  "GRANT", "ACCEPTED",  "WRITTEN",   "FAILED", "REVOKE",
+      "REVOKED", "KEEPALIVE", "GOODBYE", "READY", "READ_DONE", "CONFIRMED", "RECALL"};
   return kNames[body.index()];
 }
 

@@ -15,7 +15,7 @@
 namespace kvpush {
 
 // Raised with every change that makes two builds unable to talk: a difference is refused by name.
-constexpr std::uint32_t kProtocolVersion = 1;
+constexpr std::uint32_t kProtocolVersion = 2;
 
 struct PeerInfo {
   std::uint32_t protocol = kProtocolVersion;

@@ -32,7 +32,7 @@ void Poster::add(PostJob job) {
   active.job = std::move(job);
   if (active.parts.size() > kMaxParts) {
     drop_rest(active, Reason::kBadRequest, "the transfer needs too many descriptors");
-  } else if (active.parts.size() == 0) {
+  } else if (active.parts.size() == 0 && direction_ == CopyDirection::kWrite) {
     // Nothing to copy (the consumer keeps none of these tokens), but it counts on being told.
     const WrittenMessage written{active.job.attempt, active.job.span, 0, 1};
     const Status sent = transport_.notify(active.job.peer_name, encode_message({self_, written}));
@@ -53,15 +53,18 @@ void Poster::drop_rest(Active& active, Reason reason, std::string detail) {
 
 void Poster::post_part(Active& active) {
   const CopyBatch batch = active.parts.spell_out(active.next_part, runs_);
-  const WrittenMessage written{active.job.attempt, active.job.span,
-                               static_cast<std::uint32_t>(active.next_part),
-                               static_cast<std::uint32_t>(active.parts.size())};
+  Bytes payload;
+  if (direction_ == CopyDirection::kWrite) {
+    const WrittenMessage written{active.job.attempt, active.job.span,
+                                 static_cast<std::uint32_t>(active.next_part),
+                                 static_cast<std::uint32_t>(active.parts.size())};
+    payload = encode_message({self_, written});
+  }
   const TimeNs before = clock_.now();
   if (active.first_post == 0) {
     active.first_post = before;
   }
-  const Result<HandleId> handle = transport_.post(CopyDirection::kWrite, active.job.peer_name,
-                                                  batch, encode_message({self_, written}));
+  const Result<HandleId> handle = transport_.post(direction_, active.job.peer_name, batch, payload);
   active.result.stats.last_post = clock_.now();
   active.result.stats.post_ns += active.result.stats.last_post - before;
   if (!handle.is_ok()) {
@@ -87,7 +90,7 @@ bool Poster::post_next(const std::function<bool(ServeId, Session)>& may_post) {
     }
     if (!may_post(active.job.serve, active.job.to)) {
       // Where the serve has ended already, its own reason stands.
-      drop_rest(active, Reason::kPeerLost, "the consumer gave no sign of life in time");
+      drop_rest(active, Reason::kPeerLost, "the peer gave no sign of life in time");
       continue;
     }
     const auto busy = in_flight_to_.find(active.job.to);

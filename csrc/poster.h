@@ -4,7 +4,8 @@
 // A post is cut into parts of bounded size for three reasons: posting blocks the caller (4 to 8 us
 // a descriptor on UCX over cross-memory attach), so messages must get a turn in between; a process
 // stopped in the middle of a part should hold next to nothing that writes; and the first parts
-// travel while later ones are prepared. Each part carries its own WRITTEN.
+// travel while later ones are prepared. A part of a write carries its own WRITTEN; READs (pull)
+// carry nothing, and their `serve` is a ReadId.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +49,9 @@ struct PostEnded {
 
 class Poster {
  public:
-  Poster(Transport& transport, const Clock& clock, Session self, PosterConfig config)
-      : transport_(transport), clock_(clock), self_(self), config_(config) {}
+  Poster(Transport& transport, const Clock& clock, Session self, PosterConfig config,
+         CopyDirection direction = CopyDirection::kWrite)
+      : transport_(transport), clock_(clock), self_(self), config_(config), direction_(direction) {}
 
   void add(PostJob job);
   // Posts at most one part and reads every handle in flight. `may_post(serve, to)` is asked before
@@ -86,6 +88,7 @@ class Poster {
   const Clock& clock_;
   Session self_;
   PosterConfig config_;
+  CopyDirection direction_;
   std::deque<Active> queue_;
   std::vector<PlanParts> spare_;  // of ended jobs, for their memory
   std::vector<CopyRun> runs_;     // of the part that is posted

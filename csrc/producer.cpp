@@ -33,6 +33,10 @@ std::size_t count_blocks(const BlockTable& table) {
   return count;
 }
 
+bool fits_ready(const BlockTable& blocks) {
+  return blocks.size() <= kMaxGroups && count_blocks(blocks) <= kMaxBlocksPerGrant;
+}
+
 std::string tokens(std::uint32_t count) {
   return std::to_string(count) + " tokens";
 }
@@ -269,8 +273,13 @@ void Producer::finish_offer(Ticket ticket, Reason reason, std::string detail, Se
 bool Producer::refuse_grant(const ConsumerPeer& peer, const GrantMessage& message, TimeNs /*now*/,
                             Actions& out) {
   const AttemptKey attempt{peer.session, message.attempt};
-  if (by_attempt_.contains(attempt)) {
-    out.emplace_back(SendAction{peer.session, AcceptedMessage{message.attempt}});
+  if (const auto live = by_attempt_.find(attempt); live != by_attempt_.end()) {
+    const Serve& serve = serves_.at(live->second);
+    if (is_being_read(serve) && serve.state == ServeState::kWriting) {
+      out.emplace_back(ready_message(serve));
+    } else {
+      out.emplace_back(SendAction{peer.session, AcceptedMessage{message.attempt}});
+    }
     return true;
   }
   if (tombstones_.contains(attempt)) {
@@ -394,15 +403,25 @@ void Producer::advance(ServeId id, TimeNs now, Actions& out) {
               now, out);
     return;
   }
+  if (config_.reads && (!offer.final || !fits_ready(offer.blocks))) {
+    if (offer.final) {
+      begin_end(id, Reason::kBadRequest, "the offer has more blocks than a READY may name", now,
+                out);
+    }
+    return;
+  }
   const std::uint32_t limit = post_limit(serve, offer);
   if (limit > serve.posted_to) {
     if (serve.posted_to >= serve.rewrite_to) {
       serve.rewrite_to = 0;
     }
-    out.emplace_back(
-        PostAction{id, serve.session, TokenSpan{serve.posted_to, limit}, limit == serve.span.end});
-    serve.posted_to = limit;
+    const TokenSpan span{std::exchange(serve.posted_to, limit), limit};
     ++serve.posts_in_flight;
+    if (config_.reads) {
+      say_ready(serve, now, out);
+    } else {
+      out.emplace_back(PostAction{id, serve.session, span, limit == serve.span.end});
+    }
   }
   if (serve.posts_in_flight == 0 && std::max(serve.posted_to, serve.rewrite_to) >= serve.span.end) {
     finish_serve(id, now, out);
@@ -417,15 +436,25 @@ void Producer::on_revoke(Session from, const RevokeMessage& message, TimeNs now,
     return;
   }
   const ServeId id = found->second;
-  serves_.at(id).tell_revoked = true;
+  Serve& serve = serves_.at(id);
+  serve.tell_revoked = true;
+  if (config_.reads) {
+    serve.posts_in_flight = 0;  // it says so only when nothing is being read
+  }
   begin_end(id, Reason::kRevoked, "the consumer took its blocks back", now, out);
 }
 
-void Producer::on_peer_lost(Session peer, TimeNs now, Actions& out) {
+void Producer::on_peer_lost(Session peer, TimeNs fence, TimeNs now, Actions& out) {
   std::vector<ServeId> lost;
   for (auto& [id, serve] : serves_) {
-    if (serve.session == peer) {
+    if (serve.session == peer && !serve.peer_gone) {
       serve.peer_gone = true;
+      serve.fence = fence;
+      if (config_.reads && fence <= now) {
+        serve.posts_in_flight = 0;
+      } else if (config_.reads) {
+        note_due(fence);
+      }
       lost.push_back(id);
     }
   }
@@ -444,6 +473,10 @@ void Producer::begin_end(ServeId id, Reason reason, std::string detail, TimeNs n
     serve.state = ServeState::kEnding;
     serve.reason = reason;
     serve.detail = std::move(detail);
+    if (is_being_read(serve) && !serve.peer_gone) {
+      serve.recalled = now;
+      recall(serve, now, out);
+    }
   }
   if (serve.posts_in_flight == 0) {
     finish_serve(id, now, out);
@@ -458,13 +491,17 @@ void Producer::finish_serve(ServeId id, TimeNs /*now*/, Actions& out) {
   serves_.erase(found);
   granted_blocks_ -= count_blocks(serve.blocks);
   by_attempt_.erase(AttemptKey{serve.session, serve.attempt});
-  add_tombstone(AttemptKey{serve.session, serve.attempt});
+  const bool confirmed =
+      config_.reads && serve.reason == Reason::kNone && serve.posted_to > serve.span.begin;
+  add_tombstone(AttemptKey{serve.session, serve.attempt}, confirmed);
 
   if (!serve.peer_gone && serve.tell_revoked) {
     out.emplace_back(SendAction{serve.session, RevokedMessage{serve.attempt}});
   } else if (!serve.peer_gone && serve.reason != Reason::kNone) {
     out.emplace_back(
         SendAction{serve.session, FailedMessage{serve.attempt, serve.reason, serve.detail}});
+  } else if (!serve.peer_gone && confirmed) {
+    out.emplace_back(SendAction{serve.session, ConfirmedMessage{serve.attempt}});
   }
   if (const auto offer = offers_.find(serve.offer); offer != offers_.end()) {
     if (--offer->second.users == 0 && offer->second.withdrawn) {
@@ -514,6 +551,9 @@ void Producer::on_tick(TimeNs now, Actions& out) {
   }
   next_due_ = std::numeric_limits<TimeNs>::max();
   expire_serves(now, out);
+  if (config_.reads) {
+    tick_reads(now, out);
+  }
   expire_entries(now, out);
 }
 
@@ -601,8 +641,8 @@ Attempt Producer::attempt_of(ServeId id) const {
   return serve == serves_.end() ? 0 : serve->second.attempt;
 }
 
-void Producer::add_tombstone(AttemptKey attempt) {
-  if (!tombstones_.emplace(attempt, true).second) {
+void Producer::add_tombstone(AttemptKey attempt, bool confirmed) {
+  if (!tombstones_.emplace(attempt, confirmed).second) {
     return;
   }
   tombstone_order_.push_back(attempt);

@@ -37,6 +37,13 @@
 // and only when all of that has ended the rest. So old and new writes are never in flight
 // together, and the consumer, which counts what it was told once, is not complete before the new
 // bytes are in place.
+//
+// Pull (`ProducerConfig::reads`): instead of posting, kWriting says READY with the offer's blocks
+// once the offer is final, and counts that as one post in flight, which ends with READ_DONE
+// (answered by CONFIRMED), REVOKE, or the fence of a lost consumer: until then it may be reading.
+// kEnding says RECALL to ask for that end, and a consumer that leaves it unanswered is dropped. So
+// the rules above hold as they are written: FAILED is said, and the offer ends, when nothing is in
+// flight. See producer_pull.cpp.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +72,10 @@ struct ProducerConfig {
   std::uint32_t granularity_tokens = 0;
   // Before `final` pieces of fewer tokens than this wait for more.
   std::uint32_t min_piece_tokens = 0;
-  std::size_t max_serves = 65'536;  // thousands of requests x ranks
+  bool reads = false;                         // pull: consumers READ, and nothing is written
+  DurationNs resend = 2 * kSecond;            // pull: between repeats of RECALL
+  DurationNs recall_patience = 20 * kSecond;  // pull: RECALL unanswered: the peer is dropped
+  std::size_t max_serves = 65'536;            // thousands of requests x ranks
   std::size_t max_offers = 65'536;
   std::size_t max_keys = 131'072;       // each offer and each grant may have a key of its own
   std::size_t max_tombstones = 65'536;  // some 100 bytes each: 7 MB
@@ -112,7 +122,9 @@ class Producer {
 
   void on_grant(const ConsumerPeer& peer, GrantMessage message, TimeNs now, Actions& out);
   void on_revoke(Session from, const RevokeMessage& message, TimeNs now, Actions& out);
-  void on_peer_lost(Session peer, TimeNs now, Actions& out);
+  void on_read_done(Session from, const ReadDoneMessage& message, TimeNs now, Actions& out);
+  // The peer is lost; where consumers READ, it may do so until `fence`.
+  void on_peer_lost(Session peer, TimeNs fence, TimeNs now, Actions& out);
 
   // One PostAction has ended: every handle made for it has ended. `reason` is kNone when all of its
   // bytes are in the consumer's memory and announced.
@@ -152,6 +164,10 @@ class Producer {
     std::string detail;
     bool tell_revoked = false;  // the consumer asked: answer REVOKED rather than FAILED
     bool peer_gone = false;     // nobody to tell
+    // Pull.
+    TimeNs fence = 0;  // once peer_gone: nothing is read any more
+    TimeNs recalled = 0;
+    TimeNs last_recall = 0;
   };
   struct Offer {
     TransferKey key;
@@ -202,10 +218,20 @@ class Producer {
   std::uint32_t post_limit(const Serve& serve, const Offer& offer) const;
   void begin_end(ServeId id, Reason reason, std::string detail, TimeNs now, Actions& out);
   void finish_serve(ServeId id, TimeNs now, Actions& out);
+  // Pull.
+  bool is_being_read(const Serve& serve) const noexcept {
+    return config_.reads && serve.posts_in_flight != 0;
+  }
+  SendAction ready_message(const Serve& serve) const;
+  void say_ready(Serve& serve, TimeNs now, Actions& out);
+  void recall(Serve& serve, TimeNs now, Actions& out);
+  void end_reads(ServeId id, TimeNs now, Actions& out);
+  void tick_reads(TimeNs now, Actions& out);
   void settle_entry(const TransferKey& key, Actions& out);
   void finish_offer(Ticket ticket, Reason reason, std::string detail, Session culprit,
                     Actions& out);
-  void add_tombstone(AttemptKey attempt);
+  // `confirmed`: a READ_DONE that comes again is answered as the first one was.
+  void add_tombstone(AttemptKey attempt, bool confirmed = false);
 
   ProducerConfig config_;
   ServeId next_serve_ = 1;
@@ -215,7 +241,7 @@ class Producer {
   // Offers that ended before they were final: what their owner still adds is ignored.
   std::unordered_set<Ticket> ended_open_;
   std::unordered_map<TransferKey, KeyEntry, TransferKeyHash> keys_;
-  std::map<AttemptKey, bool> tombstones_;
+  std::map<AttemptKey, bool> tombstones_;  // to whether it was confirmed
   std::deque<AttemptKey> tombstone_order_;
   std::size_t granted_blocks_ = 0;
   // No timer runs out before this: ten thousand requests need not be looked at in every tick.

@@ -20,10 +20,13 @@ namespace kvpush {
 // Names one grant that the producer serves; never reused.
 using ServeId = std::uint64_t;
 
+// Names the READs that a consumer makes from one of its writers; never reused.
+using ReadId = std::uint64_t;
+
 // How a grant or an offer ended.
 enum class End : std::uint8_t { kDone = 0, kFailed = 1, kRevoked = 2 };
 
-// What a producer's writes cost, summed over a transfer. Times in nanoseconds.
+// What the writes (push) or READs (pull) cost, summed over a transfer. Times in nanoseconds.
 struct PostStats {
   std::uint64_t bytes = 0;
   std::uint64_t descriptors_before = 0;
@@ -61,6 +64,13 @@ struct PostAction {
   TokenSpan span;
   bool last = false;  // reaches the end of the grant: state regions go with it
 };
+// Pull. Plan and post the READs of a grant's whole span from these blocks of the producer. Answered
+// by exactly one Consumer::on_read_ended().
+struct ReadAction {
+  ReadId read = 0;
+  Session from = 0;
+  BlockTable blocks;
+};
 // Tell Python how a grant or an offer ended. The last action about this ticket.
 struct EndAction {
   Ticket ticket = 0;
@@ -77,7 +87,7 @@ struct DropPeerAction {
   std::string why;
 };
 
-using Action = std::variant<SendAction, PostAction, EndAction, DropPeerAction>;
+using Action = std::variant<SendAction, PostAction, ReadAction, EndAction, DropPeerAction>;
 using Actions = std::vector<Action>;
 
 }  // namespace kvpush

@@ -8,9 +8,9 @@ namespace {
 
 // Rules 1 and 2: what reaches a consumer's memory lies in blocks that are granted to just that
 // attempt at that moment, and not yet given back.
-class WritesAreGranted final : public Checker {
+class TransfersAreGranted final : public Checker {
  public:
-  std::string name() const override { return "rule 1 and 2, writes are granted"; }
+  std::string name() const override { return "rule 1 and 2, writes and READs are granted"; }
   void on_granted(const RankName& rank, Ticket ticket, Attempt attempt,
                   const std::vector<BlockId>& blocks) override {
     for (const BlockId block : blocks) {
@@ -36,8 +36,21 @@ class WritesAreGranted final : public Checker {
                (found == granted_.end() ? "not granted" : "granted to another attempt"));
     }
   }
+  void on_read(const RankName& rank, HandleId handle, BlockId block, bool posted) override {
+    const auto found = granted_.find({rank.life, block});
+    const Attempt attempt = found == granted_.end() ? 0 : found->second;
+    if (posted) {
+      reads_[{rank.life, handle, block}] = attempt;
+    }
+    if (attempt == 0 || attempt != reads_[{rank.life, handle, block}]) {
+      violated("a READ " + std::string(posted ? "is posted" : "comes") + " into block " +
+               std::to_string(block) + " of " + rank.text + ", which is " +
+               (attempt == 0 ? "not granted" : "granted to another attempt"));
+    }
+  }
 
  private:
+  std::map<std::tuple<LifeId, HandleId, BlockId>, Attempt> reads_;
   std::map<std::pair<LifeId, BlockId>, Attempt> granted_;
   std::map<std::pair<LifeId, Ticket>, std::vector<BlockId>> tickets_;
 };
@@ -71,7 +84,8 @@ class RevokedIsNotPosted final : public Checker {
   std::set<std::tuple<LifeId, LifeId, Attempt>> revoked_;
 };
 
-// Rule 3: blocks that a transfer reads from are not given back while it does.
+// Rule 3: blocks that a transfer reads from are not given back while it does; nor is a READ posted,
+// or done in part, after they were.
 class SourcesAreHeld final : public Checker {
  public:
   std::string name() const override { return "rule 3, sources are held"; }
@@ -80,7 +94,27 @@ class SourcesAreHeld final : public Checker {
       violated("block " + std::to_string(block) + " of " + rank.text +
                " was given back while a transfer read from it");
     }
+    held_.erase({rank.life, block});
   }
+  void on_source_offered(const RankName& rank, BlockId block) override {
+    held_.try_emplace({rank.life, block}, ++holds_);
+  }
+  void on_read_from(const RankName& rank, HandleId handle, BlockId block, bool posted) override {
+    const auto held = held_.find({rank.life, block});
+    const std::uint64_t hold = held == held_.end() ? 0 : held->second;
+    if (posted) {
+      reads_[{handle, block}] = hold;
+    }
+    if (hold == 0 || hold != reads_[{handle, block}]) {
+      violated("a READ " + std::string(posted ? "is posted" : "looks") + " at block " +
+               std::to_string(block) + " of " + rank.text + ", which was given back");
+    }
+  }
+
+ private:
+  std::map<std::pair<LifeId, BlockId>, std::uint64_t> held_;  // by which number
+  std::map<std::pair<HandleId, BlockId>, std::uint64_t> reads_;
+  std::uint64_t holds_ = 0;
 };
 
 // Rule 4: what was reported as received is the prompt's KV, and nothing beside it was touched.
@@ -158,7 +192,7 @@ class GoodRequestsSucceed final : public Checker {
 
 std::vector<std::unique_ptr<Checker>> make_checkers() {
   std::vector<std::unique_ptr<Checker>> all;
-  all.push_back(std::make_unique<WritesAreGranted>());
+  all.push_back(std::make_unique<TransfersAreGranted>());
   all.push_back(std::make_unique<RevokedIsNotPosted>());
   all.push_back(std::make_unique<SourcesAreHeld>());
   all.push_back(std::make_unique<BytesAreThePrompts>());

@@ -31,11 +31,16 @@ class Checker {
   // An end was reported to the application of this rank.
   virtual void on_end(const RankName&, const EndAction&) {}
   virtual void on_slice(const RankName&, Attempt, BlockId) {}
+  // A consumer's READ is posted, or a piece of it is done: into this block of its own, from this
+  // one of the producer's.
+  virtual void on_read(const RankName&, HandleId, BlockId, bool /*posted*/) {}
+  virtual void on_read_from(const RankName&, HandleId, BlockId, bool /*posted*/) {}
   // A consumer's REVOKE lies before a producer's rank; that has looked at what lay there; it posts.
   virtual void on_revoke_delivered(LifeId /*producer*/, LifeId /*consumer*/, Attempt) {}
   virtual void on_looked(LifeId) {}
   virtual void on_posted(LifeId /*producer*/, LifeId /*consumer*/, Attempt) {}
-  // The application gives blocks back that an offer named.
+  // An offer names a block; the application gives it back.
+  virtual void on_source_offered(const RankName&, BlockId) {}
   virtual void on_source_freed(const RankName&, BlockId, bool /*still_read*/) {}
   // A word of KV of a load that was reported as received, or of what lies beside it.
   virtual void on_word(const RankName&, Ticket, std::uint64_t /*expected*/,

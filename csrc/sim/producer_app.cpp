@@ -137,6 +137,9 @@ void ProducerApp::offer(std::size_t rank, Ticket ticket, Prefill& prefill, Token
   GroupBlocks blocks;
   blocks.ids.assign(prefill.blocks.begin() + first,
                     prefill.over ? prefill.blocks.end() : prefill.blocks.begin() + last);
+  for (const BlockId block : prefill.blocks) {
+    world_.each_checker([&](Checker& c) { c.on_source_offered(ranks()[rank]->name, block); });
+  }
   command.offer.new_blocks = {blocks};
   if (bad) {
     command.offer.new_blocks.emplace_back();  // a group that the engine does not have

@@ -7,6 +7,8 @@ namespace {
 void scale_times(EngineConfig& config) {
   config.consumer.resend = 40 * kMillisecond;
   config.consumer.revoke_patience = 300 * kMillisecond;
+  config.producer.resend = 40 * kMillisecond;
+  config.producer.recall_patience = 300 * kMillisecond;
   config.producer.offer_ttl = 700 * kMillisecond;
   config.producer.grant_ttl = 900 * kMillisecond;
   config.producer.retry_grace = 100 * kMillisecond;
@@ -40,6 +42,10 @@ void draw_fabric(Random& random, FabricFaults& fabric, const EngineConfig& confi
 }
 
 }  // namespace
+
+bool seed_pulls(std::uint64_t seed) {
+  return Random(seed).below(3) == 0;
+}
 
 Settings draw_settings(Random& random) {
   Settings s;

@@ -10,6 +10,7 @@
 namespace kvpush::sim {
 
 struct Settings {
+  bool pull = false;   // consumers READ; else the producer WRITEs
   bool clean = false;  // nothing goes wrong: every request must succeed
   std::uint32_t producer_ranks = 1;
   std::uint32_t consumer_ranks = 1;
@@ -40,6 +41,10 @@ struct Settings {
 
 // Time-outs are a fiftieth of the defaults, in proportion, so that a run passes many of them.
 Settings draw_settings(Random& random);
+
+// Whether a seed's world pulls: one in three. Not drawn with the rest, so that the other seeds'
+// runs do not depend on it.
+bool seed_pulls(std::uint64_t seed);
 
 constexpr DurationNs kActiveTime = 900 * kMillisecond;
 constexpr DurationNs kLoadDeadline = 500 * kMillisecond;

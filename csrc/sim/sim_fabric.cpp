@@ -176,26 +176,23 @@ void SimFabric::apply(HandleId id, std::uint64_t begin, std::uint64_t end) {
     const std::uint64_t from = std::max(at, begin);
     const std::uint64_t to = std::min(at + run.length, end);
     if (from < to) {
-      apply_run(found->second,
+      apply_run(id, found->second,
                 {run.local_address + (from - at), run.remote_address + (from - at), to - from});
     }
     at += run.length;
   }
 }
 
-void SimFabric::apply_run(const Transfer& transfer, const CopyRun& run) {
+void SimFabric::apply_run(HandleId id, const Transfer& transfer, const CopyRun& run) {
   std::byte* local = find_memory(lives_.at(transfer.from), run.local_address, run.length);
   std::byte* remote = find_memory(lives_.at(transfer.to), run.remote_address, run.length);
   KVPUSH_CHECK(local != nullptr && remote != nullptr, "post() has looked at these");
   note(run.remote_address);
-  if (transfer.direction == CopyDirection::kRead) {
-    std::memcpy(local, remote, run.length);
-    return;
-  }
   if (on_slice) {
-    on_slice({transfer.from, transfer.to, run.remote_address, run.length, &transfer.payload});
+    on_slice({id, transfer.from, transfer.to, transfer.direction, run, &transfer.payload});
   }
-  std::memcpy(remote, local, run.length);
+  const bool read = transfer.direction == CopyDirection::kRead;
+  std::memcpy(read ? local : remote, read ? remote : local, run.length);
 }
 
 void SimFabric::end(HandleId id, HandleState state) {
@@ -353,7 +350,7 @@ Result<HandleId> SimTransport::post(CopyDirection direction, const std::string& 
   transfer.payload.assign(payload.begin(), payload.end());
   transfer.bytes = bytes;
   if (fabric_.on_posted) {
-    fabric_.on_posted(life_, transfer.to, transfer.payload);
+    fabric_.on_posted({id, life_, transfer.to, direction, &transfer.runs, &transfer.payload});
   }
   fabric_.start(id);
   if (remote == fabric_.lives_.end()) {

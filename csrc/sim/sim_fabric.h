@@ -2,9 +2,9 @@
 //
 // One fabric joins all processes of a world; each process has a SimTransport. What the faults allow
 // is what the real transport could do: notifications are late, come twice or (where a seed says so)
-// out of order, and vanish only with a peer or a connection; a WRITE reaches memory in torn slices,
-// reads its source as late as it can, ends late, fails when posted or at its end, or never ends;
-// metadata goes bad until the peer is loaded again. Thread: one.
+// out of order, and vanish only with a peer or a connection; a WRITE or READ is done in torn
+// slices, each of which looks at its source as late as it can, ends late, fails when posted or at
+// its end, or never ends; metadata goes bad until the peer is loaded again. Thread: one.
 #pragma once
 
 #include <cstdint>
@@ -43,13 +43,22 @@ struct FabricFaults {
   std::uint32_t invalidate_per_mille = 0;  // each send or post: metadata goes bad
 };
 
-// One piece of a WRITE reaching memory.
-struct AppliedSlice {
+// A transfer as it is posted, and one piece of it reaching memory: `from` has posted it.
+struct Posted {
+  HandleId id = 0;
   LifeId from = 0;
   LifeId to = 0;
-  std::uint64_t remote_address = 0;
-  std::uint64_t length = 0;
-  const Bytes* payload = nullptr;  // the WRITE's notification
+  CopyDirection direction = CopyDirection::kWrite;
+  const std::vector<CopyRun>* runs = nullptr;
+  const Bytes* payload = nullptr;  // a WRITE's notification
+};
+struct AppliedSlice {
+  HandleId id = 0;
+  LifeId from = 0;
+  LifeId to = 0;
+  CopyDirection direction = CopyDirection::kWrite;
+  CopyRun run;
+  const Bytes* payload = nullptr;
 };
 
 class SimTransport;
@@ -70,7 +79,7 @@ class SimFabric {
   std::function<void(const AppliedSlice&)> on_slice;
   // Called when a notification is in the receiver's inbox, and when a transfer is posted.
   std::function<void(LifeId from, LifeId to, const Bytes& payload)> on_delivered;
-  std::function<void(LifeId from, LifeId to, const Bytes& payload)> on_posted;
+  std::function<void(const Posted&)> on_posted;
   // Whether a WRITE or READ that has not ended touches this memory of a life's own.
   bool is_source_in_flight(LifeId owner, std::uint64_t address, std::uint64_t length) const;
   // A number that is equal for equal runs.
@@ -116,7 +125,7 @@ class SimFabric {
   void deliver(LifeId from, LifeId to, std::uint64_t removals_seen, const Bytes& payload);
   void start(HandleId id);
   void apply(HandleId id, std::uint64_t begin, std::uint64_t end);
-  void apply_run(const Transfer& transfer, const CopyRun& run);
+  void apply_run(HandleId id, const Transfer& transfer, const CopyRun& run);
   void end(HandleId id, HandleState state);
   bool still_goes(const Transfer& transfer) const;
   void fail_soon(LifeId from, LifeId to);

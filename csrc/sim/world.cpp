@@ -18,15 +18,33 @@ Random random_of(std::uint64_t seed) {
   return Random(seed * 0x2545F4914F6CDD1DU + 1);
 }
 
+// Of the WRITE that carries these bytes; 0 if they are none.
+Attempt written_attempt(const Bytes& payload) {
+  const Result<Message> message = parse_message(payload);
+  const auto* written =
+      message.is_ok() ? std::get_if<WrittenMessage>(&message.value().body) : nullptr;
+  return written == nullptr ? 0 : written->attempt;
+}
+
+template <typename Tell>
+void each_block(const Rank& rank, std::uint64_t address, std::uint64_t length, const Tell& tell) {
+  const BlockId last = rank.block_at(address + length - 1);
+  for (BlockId block = rank.block_at(address); block <= last; ++block) {
+    tell(block);
+  }
+}
+
 }  // namespace
 
-World::World(std::uint64_t seed, bool verbose)
+World::World(std::uint64_t seed, bool verbose, bool pull)
     : random_(random_of(seed)),
       settings_(draw_settings(random_)),
       fabric_(queue_, random_.fork(), settings_.fabric),
       verbose_(verbose),
       checkers_(make_checkers()) {
-  watch_writes();
+  settings_.pull = pull;
+  settings_.engine.pull = pull;
+  watch_transfers();
   watch_messages();
   producer_ = std::make_unique<ProducerApp>(*this, "P", settings_.producer_ranks,
                                             settings_.producer_block_tokens);
@@ -64,24 +82,51 @@ void World::count_load(bool done, bool must_succeed, const std::string& why) {
   each_checker([&](Checker& checker) { checker.on_load_ended(must_succeed, done, why); });
 }
 
-void World::watch_writes() {
+void World::watch_transfers() {
   fabric_.on_slice = [this](const AppliedSlice& slice) {
-    const Result<Message> message = parse_message(*slice.payload);
-    const auto* written =
-        message.is_ok() ? std::get_if<WrittenMessage>(&message.value().body) : nullptr;
-    for (const auto& consumer : consumers_) {
-      if (Rank* rank = consumer->rank_of(slice.to); rank != nullptr) {
-        const BlockId first = rank->block_at(slice.remote_address);
-        const BlockId last = rank->block_at(slice.remote_address + slice.length - 1);
-        const Attempt attempt = written == nullptr ? 0 : written->attempt;
-        each_checker([&](Checker& checker) {
-          for (BlockId block = first; block <= last; ++block) {
-            checker.on_slice(rank->name, attempt, block);
-          }
-        });
-      }
+    if (slice.direction == CopyDirection::kRead) {
+      tell_read(slice.id, slice.from, slice.to, slice.run, false);
+    } else if (Rank* rank = consumer_rank(slice.to); rank != nullptr) {
+      const Attempt attempt = written_attempt(*slice.payload);
+      each_block(*rank, slice.run.remote_address, slice.run.length, [&](BlockId block) {
+        each_checker([&](Checker& checker) { checker.on_slice(rank->name, attempt, block); });
+      });
     }
   };
+  fabric_.on_posted = [this](const Posted& posted) {
+    if (posted.direction == CopyDirection::kRead) {
+      for (const CopyRun& run : *posted.runs) {
+        tell_read(posted.id, posted.from, posted.to, run, true);
+      }
+    } else if (const Attempt attempt = written_attempt(*posted.payload); attempt != 0) {
+      each_checker([&](Checker& checker) { checker.on_posted(posted.from, posted.to, attempt); });
+    }
+  };
+}
+
+Rank* World::consumer_rank(LifeId life) {
+  for (const auto& consumer : consumers_) {
+    if (Rank* rank = consumer->rank_of(life); rank != nullptr) {
+      return rank;
+    }
+  }
+  return nullptr;
+}
+
+// A READ is posted, or a piece of it is done: what it touches on both sides.
+void World::tell_read(HandleId handle, LifeId reader, LifeId source, const CopyRun& run,
+                      bool posted) {
+  if (Rank* rank = consumer_rank(reader); rank != nullptr) {
+    each_block(*rank, run.local_address, run.length, [&](BlockId block) {
+      each_checker([&](Checker& checker) { checker.on_read(rank->name, handle, block, posted); });
+    });
+  }
+  if (Rank* rank = producer_->rank_of(source); rank != nullptr) {
+    each_block(*rank, run.remote_address, run.length, [&](BlockId block) {
+      each_checker(
+          [&](Checker& checker) { checker.on_read_from(rank->name, handle, block, posted); });
+    });
+  }
 }
 
 void World::watch_messages() {
@@ -93,15 +138,6 @@ void World::watch_messages() {
     if (const auto* revoke = std::get_if<RevokeMessage>(&message.value().body)) {
       each_checker(
           [&](Checker& checker) { checker.on_revoke_delivered(to, from, revoke->attempt); });
-    }
-  };
-  fabric_.on_posted = [this](LifeId from, LifeId to, const Bytes& payload) {
-    const Result<Message> message = parse_message(payload);
-    if (!message.is_ok()) {
-      return;
-    }
-    if (const auto* written = std::get_if<WrittenMessage>(&message.value().body)) {
-      each_checker([&](Checker& checker) { checker.on_posted(from, to, written->attempt); });
     }
   };
 }

@@ -26,7 +26,7 @@ struct RunResult {
 
 class World {
  public:
-  World(std::uint64_t seed, bool verbose);
+  World(std::uint64_t seed, bool verbose, bool pull);
   ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;
@@ -47,7 +47,9 @@ class World {
 
  private:
   struct Request;
-  void watch_writes();
+  void watch_transfers();
+  Rank* consumer_rank(LifeId life);
+  void tell_read(HandleId handle, LifeId reader, LifeId source, const CopyRun& run, bool posted);
   void watch_messages();
   void plan_requests();
   void send_request(std::size_t consumer, const std::string& id, std::uint64_t prompt,

@@ -202,7 +202,9 @@ class EngineConfig:
         idle_poll_us: float = 1000.0,
         push_granularity_tokens: int = 0,
         min_push_tokens: int = 0,
-    ) -> None: ...
+        mode: str = "push",
+    ) -> None:
+        """`mode`: "push" (producers WRITE) or "pull" (consumers READ); equal on all peers."""
     @property
     def session(self) -> int: ...
     @property
@@ -268,10 +270,10 @@ class Event:
     def post_us(self) -> float: ...
     @property
     def transfer_us(self) -> float:
-        """First post to last completion, of an offer's writes."""
+        """First post to last completion: of an offer's writes (push), a grant's READs (pull)."""
     @property
     def first_post_ns(self) -> int:
-        """When the first call to post an offer's writes began: time.monotonic_ns(); 0 if none."""
+        """When the first call to post them began: time.monotonic_ns(); 0 if there was none."""
     @property
     def last_post_ns(self) -> int:
         """When the last one returned; 0 if there was none."""
@@ -320,14 +322,17 @@ class Engine:
         blocks: _BlockTable,
         deadline_s: float,
     ) -> None:
-        """Allow these peers to write the tokens of `span` into `blocks` until the grant ends.
+        """Have the tokens of `span` come into `blocks` from these peers, until the grant ends.
 
         `fingerprint` is 16 bytes, `attempt` nonzero. An empty span says "nothing is needed": the
         producers are told and may free. Ends in one "received", "receive_failed" or
         "receive_revoked" event, also when the arguments turn out wrong.
         """
     def revoke(self, ticket: int) -> None:
-        """Take a grant back. Its event comes when no writer can write any more. Unknown: no-op."""
+        """Take a grant back; unknown: no-op.
+
+        Its event comes when no writer can write, and no READ is in flight, any more.
+        """
     def offer(
         self,
         ticket: int,
@@ -384,7 +389,7 @@ class Engine:
         Tables (zero at rest): grants_live, offers_live, served_live, handles_in_flight,
         posts_queued, fences_waiting. Gauges: peers. Totals: transfers_received, transfers_sent,
         transfers_failed, bytes_written, descriptors_planned, descriptors_posted, writes_posted,
-        messages_received, messages_dropped, peers_lost.
+        bytes_read, reads_posted, messages_received, messages_dropped, peers_lost.
         """
     def shutdown(self, drain_s: float) -> None:
         """Stop: wait up to `drain_s` for handles to end, tell the peers, join. Idempotent."""

@@ -113,7 +113,7 @@ struct Pair {
     producer_lost_it = true;
     to_producer.clear();
     Actions out;
-    producer.on_peer_lost(kD, now, out);
+    producer.on_peer_lost(kD, now, now, out);
     run_producer(std::move(out));
   }
   void tick(DurationNs time) {

@@ -41,13 +41,18 @@ std::vector<Message> samples() {
       RevokeMessage{3},
       RevokedMessage{3},
       KeepaliveMessage{},
-      GoodbyeMessage{}};
+      GoodbyeMessage{},
+      ReadyMessage{3, 0xFFFF'FFFF, {GroupBlocks{1, {4, 5, kNoBlock}}, GroupBlocks{}}},
+      ReadDoneMessage{3},
+      ConfirmedMessage{3},
+      RecallMessage{most, Reason::kOfferExpired, "why"}};
   std::vector<Message> messages;
   for (MessageBody& body : bodies) {
     Message message{77, std::move(body)};
     message.meeting = messages.size();
     message.stamp = messages.size() * 1'000'000'007;
     message.echo = messages.empty() ? most : 1;
+    message.serving = messages.size() % 3;
     messages.push_back(std::move(message));
   }
   return messages;
@@ -79,7 +84,7 @@ TEST(Message, AnyBytesAreAMessageOrAnError) {
     Bytes bytes = noise.bytes(noise.below(64));
     if (bytes.size() > 2 && noise.below(4) != 0) {  // past the first two checks
       bytes[0] = std::byte{kMessageVersion};
-      bytes[1] = static_cast<std::byte>(noise.below(12));
+      bytes[1] = static_cast<std::byte>(noise.below(16));
     }
     const Result<Message> parsed = parse_message(bytes);
     if (parsed.is_ok()) {

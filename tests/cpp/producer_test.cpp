@@ -458,7 +458,7 @@ TEST_F(ProducerScript, LostConsumerIsToldNothingAndBlocksWaitForThePosts) {
   offer(1, 32, true);
   grant(kD, 100);
   take(out);
-  producer.on_peer_lost(kD, now, out);
+  producer.on_peer_lost(kD, now, now, out);
   EXPECT_EQ(take(out), Lines{});
   posted(1, Reason::kTransportError);
   EXPECT_EQ(take(out), Lines{"offer 1 failed peer_lost"});

@@ -29,7 +29,10 @@ inline std::string text(const MessageBody& body) {
         if constexpr (std::is_same_v<Body, GrantMessage> || std::is_same_v<Body, WrittenMessage>) {
           line += " " + text(m.span);
         }
-        if constexpr (std::is_same_v<Body, FailedMessage>) {
+        if constexpr (std::is_same_v<Body, ReadyMessage>) {
+          line += " " + std::to_string(m.watermark);
+        }
+        if constexpr (std::is_same_v<Body, FailedMessage> || std::is_same_v<Body, RecallMessage>) {
           line += " " + std::string(reason_name(m.reason));
         }
       },
@@ -46,6 +49,8 @@ inline std::string text(const Action& action) {
         } else if constexpr (std::is_same_v<Kind, PostAction>) {
           return "post " + std::to_string(a.serve) + " to " + std::to_string(a.to) + " " +
                  text(a.span) + (a.last ? " last" : "");
+        } else if constexpr (std::is_same_v<Kind, ReadAction>) {
+          return "read " + std::to_string(a.read) + " from " + std::to_string(a.from);
         } else if constexpr (std::is_same_v<Kind, EndAction>) {
           const char* how = a.end == End::kDone     ? "done"
                             : a.end == End::kFailed ? "failed "
