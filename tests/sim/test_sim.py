@@ -71,9 +71,15 @@ def test_fixed_seeds() -> None:
     assert otherwise > SEEDS
 
 
+@pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("seed", known_seeds())
-def test_seeds_that_have_failed(seed: int) -> None:
-    simulate(seed, seed)
+def test_seeds_that_have_failed(seed: int, mode: str) -> None:
+    simulate(seed, seed, "--mode", mode)
+
+
+def test_each_mode_can_be_asked_for() -> None:
+    loads = {simulate(1, 60, *mode) for mode in (("--mode", "push"), ("--mode", "pull"), ())}
+    assert len(loads) == 3, "by itself, a seed is one or the other"
 
 
 def test_a_seed_is_one_run() -> None:
@@ -84,7 +90,8 @@ def test_a_seed_is_one_run() -> None:
 
 
 def test_usage_errors_have_their_own_status() -> None:
-    for arguments in ([], ["--seeds", "x"], ["--seeds", "5..1"], ["--what"]):
+    wrong_mode = ["--seeds", "1", "--mode", "x"]
+    for arguments in ([], ["--seeds", "x"], ["--seeds", "5..1"], ["--what"], wrong_mode):
         result = subprocess.run([str(SIMULATOR), *arguments], capture_output=True, check=False)
         assert result.returncode == 2
         assert b"usage" in result.stderr
