@@ -1,7 +1,7 @@
 """Starts a pair, sends a mixed load, compares with a plain engine: a quick check by hand.
 
-``python -m bench.harness --connector kvpush --count 20`` (or ``stock-push``, ``stock-pull``,
-``module:Class``). With ``--serve`` the pair stays up until Ctrl-C.
+``python -m bench.harness --connector kvpush --count 20`` (or ``kvpush-pull``, ``stock-push``,
+``stock-pull``, ``module:Class``). With ``--serve`` the pair stays up until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def _plain(url: str, requests: list[Request], at_once: int) -> list[Answer
 
 def main(
     connector: Annotated[
-        str, typer.Option(help="kvpush, stock-push, stock-pull, module:Class")
+        str, typer.Option(help="kvpush, kvpush-pull, stock-push, stock-pull, module:Class")
     ] = "kvpush",
     count: Annotated[int, typer.Option(help="requests")] = 20,
     longest: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 1500,

@@ -74,10 +74,16 @@ class Connector:
 
 
 KVPUSH = Connector()
+KVPUSH_PULL = Connector("KvPullConnector")
 STOCK_PUSH = Connector("NixlPushConnector", None)
 STOCK_PULL = Connector("NixlConnector", None)
 
-_NAMED = {"kvpush": KVPUSH, "stock-push": STOCK_PUSH, "stock-pull": STOCK_PULL}
+_NAMED = {
+    "kvpush": KVPUSH,
+    "kvpush-pull": KVPUSH_PULL,
+    "stock-push": STOCK_PUSH,
+    "stock-pull": STOCK_PULL,
+}
 
 
 def connector_named(name: str) -> Connector:

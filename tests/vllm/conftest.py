@@ -17,6 +17,7 @@ from bench.harness.client import Answer, Client, Request
 from bench.harness.pair import Pair, PairSpec
 from bench.harness.servers import (
     KVPUSH,
+    KVPUSH_PULL,
     Connector,
     Engine,
     EngineSpec,
@@ -34,6 +35,7 @@ _TIMEOUTS = {
 }
 
 _FAIL = Connector(KVPUSH.name, KVPUSH.module_path, _TIMEOUTS, load_failure_policy="fail")
+_PULL = Connector(KVPUSH_PULL.name, KVPUSH_PULL.module_path, _TIMEOUTS)
 
 # This model's chunks are small, and all are to be pushed.
 _STREAMED = Connector(
@@ -54,7 +56,7 @@ SMALL_POOL_BLOCKS = 48
 SMALL_CHUNK_TOKENS = 128
 
 # In the order in which they run.
-PAIRS = ("default_pair", "small_pair", "at_end_pair")
+PAIRS = ("default_pair", "small_pair", "at_end_pair", "pull_pair")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -176,3 +178,9 @@ def small_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
 def at_end_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
     """The same, but prefills are pushed at their end."""
     yield from _checked(fleet.pair("at_end_pair", PairSpec(model, _AT_END, base=_SMALL)))
+
+
+@pytest.fixture
+def pull_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
+    """A prefill and a decode engine that reads; failed loads fail the request."""
+    yield from _checked(fleet.pair("pull_pair", PairSpec(model, _PULL)))

@@ -1,6 +1,6 @@
-"""The connector class that vLLM loads.
+"""The connector classes that vLLM loads.
 
-It only passes calls on: to `SchedulerSide` in the scheduler, to `WorkerSide` in a worker. vLLM's
+They only pass calls on: to `SchedulerSide` in the scheduler, to `WorkerSide` in a worker. vLLM's
 base class differs between releases; what this one has is found by looking at it.
 """
 
@@ -26,7 +26,7 @@ from kvpush.vllm.worker import Results, WorkerSide
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KvPushConnector"]
+__all__ = ["KvPullConnector", "KvPushConnector"]
 
 logger = get_logger("connector")
 
@@ -385,6 +385,16 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
     ) -> KvPushPromMetrics:
         """Prometheus metrics of this connector."""
         return KvPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class KvPullConnector(KvPushConnector):
+    """Reads each request's KV from the prefill engine's blocks, as soon as its prefill has ended.
+
+    The same engine, protocol and parameters: only the direction of the transfer differs, so both
+    engines of a pair must have the same connector.
+    """
+
+    _MODE = "pull"
 
 
 def _set_hit_source() -> None:

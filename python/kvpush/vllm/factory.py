@@ -62,7 +62,7 @@ def make_scheduler_facts(
         can_consume=transfer.is_kv_consumer,
         receive_deadline_s=config.receive_deadline_s,
         mode=mode,
-        streams=config.push_when == "step",
+        streams=config.push_when == "step" and mode == "push",
     )
 
 
@@ -106,6 +106,7 @@ def make_worker(
             pp_size=pp.world_size,
             facts=_facts(vllm_config, config, mode, layout),
             **_pieces(config, layout),
+            mode=mode,
             **_tuning(config),
         )
     )

@@ -15,7 +15,7 @@ from kvpush._core import Event
 __all__ = ["KvPushPromMetrics", "KvPushStats"]
 
 _SERIES = ("bytes", "descriptors_before", "descriptors", "plan_s", "post_s", "transfer_s")
-"""One entry per transfer sent. Times are seconds."""
+"""One entry per transfer that this rank has written (push) or read (pull). Times are seconds."""
 
 _MICROS = 1e-6
 
@@ -34,15 +34,19 @@ class KvPushStats(KVConnectorStats):
         """Forget everything."""
         self.data = {name: [] for name in _SERIES}
         self.data["received"] = 0
+        self.data["read"] = 0
         self.data["failed"] = {}
 
     def record(self, event: Event) -> None:
         """Count how one grant or offer ended."""
         if event.kind == "received":
             self.data["received"] += 1
+            if event.bytes:  # pull: it was read here
+                self.data["read"] += 1
+                self._record_moved(event)
         elif event.kind == "sent":
             if event.bytes:
-                self._record_sent(event)
+                self._record_moved(event)
         elif event.kind in ("receive_failed", "send_failed"):
             self.record_failure(event.reason)
 
@@ -55,7 +59,7 @@ class KvPushStats(KVConnectorStats):
         failed = self.data["failed"]
         failed[reason] = failed.get(reason, 0) + 1
 
-    def _record_sent(self, event: Event) -> None:
+    def _record_moved(self, event: Event) -> None:
         self.data["bytes"].append(event.bytes)
         self.data["descriptors_before"].append(event.descriptors_before)
         self.data["descriptors"].append(event.descriptors)
@@ -68,6 +72,7 @@ class KvPushStats(KVConnectorStats):
         for name in _SERIES:
             self.data[name].extend(other.data[name])
         self.data["received"] += other.data["received"]
+        self.data["read"] += other.data["read"]
         for reason, count in other.data["failed"].items():
             self.data["failed"][reason] = self.data["failed"].get(reason, 0) + count
         return self
@@ -78,21 +83,21 @@ class KvPushStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """The interval in a few figures, for vLLM's log line."""
-        sent = len(self.data["bytes"])
+        moved, read = len(self.data["bytes"]), self.data["read"]
         before, after = sum(self.data["descriptors_before"]), sum(self.data["descriptors"])
         figures: dict[str, int | float] = {
-            "Transfers sent": sent,
+            "Transfers read" if read else "Transfers sent": moved,
             "Transfers received": self.data["received"],
             "Transfers failed": sum(self.data["failed"].values()),
-            "MB sent": round(sum(self.data["bytes"]) / 2**20, 3),
+            "MB read" if read else "MB sent": round(sum(self.data["bytes"]) / 2**20, 3),
             "Descriptors": after,
             "Descriptors before coalescing": before,
         }
         for name in ("plan_s", "post_s", "transfer_s"):
             values = sorted(self.data[name])
             label = name.removesuffix("_s")
-            figures[f"Mean {label} (ms)"] = round(1e3 * sum(values) / sent, 3) if sent else 0
-            figures[f"P90 {label} (ms)"] = round(1e3 * values[int(0.9 * sent)], 3) if sent else 0
+            figures[f"Mean {label} (ms)"] = round(1e3 * sum(values) / moved, 3) if moved else 0
+            figures[f"P90 {label} (ms)"] = round(1e3 * values[int(0.9 * moved)], 3) if moved else 0
         for reason, count in sorted(self.data["failed"].items()):
             figures[f"Failed: {reason}"] = count
         return figures
@@ -113,7 +118,9 @@ class KvPushPromMetrics(KVConnectorPromMetrics):
         counts = [float(4**power) for power in range(1, 10)]
         sizes = [float(2**power) for power in range(12, 36, 2)]
         self._histograms = {
-            "bytes": self._histogram("bytes_sent", "Bytes of one transfer sent.", sizes),
+            "bytes": self._histogram(
+                "bytes_sent", "Bytes of one transfer sent (pull: read).", sizes
+            ),
             "descriptors": self._histogram(
                 "descriptors", "Descriptors of one transfer, after coalescing.", counts
             ),

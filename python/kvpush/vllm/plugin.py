@@ -1,10 +1,10 @@
-"""Entry point of `vllm.general_plugins`: makes the connector known by name."""
+"""Entry point of `vllm.general_plugins`: makes the connectors known by name."""
 
 from __future__ import annotations
 
 __all__ = ["CONNECTORS", "register"]
 
-CONNECTORS = ("KvPushConnector",)
+CONNECTORS = ("KvPushConnector", "KvPullConnector")
 
 
 def register() -> None:

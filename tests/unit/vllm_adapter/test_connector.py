@@ -14,7 +14,7 @@ from kvpush.errors import UnsupportedError
 from kvpush.vllm import connector as module
 from kvpush.vllm import plugin
 from kvpush.vllm.checks import check_supported
-from kvpush.vllm.connector import Handshake, KvPushConnector, StepMetadata
+from kvpush.vllm.connector import Handshake, KvPullConnector, KvPushConnector, StepMetadata
 from kvpush.vllm.messages import Refusal, StepOrders
 from kvpush.vllm.metrics import KvPushStats
 from kvpush.vllm.worker import Results
@@ -98,6 +98,25 @@ def test_the_plugin_may_be_loaded_again() -> None:
     plugin.register()
     plugin.register()
     assert KVConnectorFactory.get_connector_class_by_name("KvPushConnector") is KvPushConnector
+    assert KVConnectorFactory.get_connector_class_by_name("KvPullConnector") is KvPullConnector
+
+
+def test_each_connector_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    def role(side: str) -> Any:
+        return lambda *arguments: made.append((side, arguments[-1]))
+
+    monkeypatch.setattr(module, "_SchedulerRole", role("scheduler"))
+    monkeypatch.setattr(module, "_WorkerRole", role("worker"))
+    monkeypatch.setattr(module, "check_supported", lambda *_, **__: None)
+    monkeypatch.setattr(module.vllm_base.KVConnectorBase_V1, "__init__", lambda *_: None)
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    for connector in (KvPushConnector, KvPullConnector):
+        for side in (module.vllm_base.KVConnectorRole.SCHEDULER, "worker"):
+            connector(config, side, None)
+    assert made == [("scheduler", "push"), ("worker", "push"),
+                    ("scheduler", "pull"), ("worker", "pull")]  # fmt: skip
 
 
 def test_stats_of_ranks_and_intervals_add_up() -> None:
@@ -118,6 +137,21 @@ def test_stats_of_ranks_and_intervals_add_up() -> None:
     assert figures["MB sent"] == 1
     assert figures["Mean transfer (ms)"] == 1.5
     assert KvPushStats().reduce()["Transfers sent"] == 0
+
+
+def test_reads_are_counted_where_they_were_made() -> None:
+    stats = KvPushStats()
+    read = FakeEvent("received", 1, bytes=2**20, descriptors=2, transfer_us=1500)
+    stats.record(read)  # type: ignore[arg-type]
+    figures = stats.reduce()
+    assert figures["Transfers read"] == figures["Transfers received"] == 1
+    assert figures["MB read"] == 1
+    assert figures["Mean transfer (ms)"] == 1.5
+    assert "Transfers sent" not in figures
+    # The producer's part: nothing of its own was moved.
+    held = KvPushStats()
+    held.record(FakeEvent("sent", 1))  # type: ignore[arg-type]
+    assert held.is_empty()
 
 
 def test_prometheus_metrics() -> None:
