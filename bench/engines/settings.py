@@ -42,6 +42,7 @@ class ConnectorSettings:
 
 
 KVPUSH = ConnectorSettings("KvPushConnector", "kvpush.vllm")
+KVPUSH_PULL = ConnectorSettings("KvPullConnector", "kvpush.vllm")
 STOCK_PUSH = ConnectorSettings("NixlPushConnector")
 STOCK_PULL = ConnectorSettings("NixlConnector")
 

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+
 from kvpush.errors import UnsupportedError
 from kvpush.vllm import connector as module
 from kvpush.vllm import plugin
@@ -110,10 +112,10 @@ def test_each_connector_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_SchedulerRole", role("scheduler"))
     monkeypatch.setattr(module, "_WorkerRole", role("worker"))
     monkeypatch.setattr(module, "check_supported", lambda *_, **__: None)
-    monkeypatch.setattr(module.vllm_base.KVConnectorBase_V1, "__init__", lambda *_: None)
+    monkeypatch.setattr(vllm_base.KVConnectorBase_V1, "__init__", lambda *_: None)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     for connector in (KvPushConnector, KvPullConnector):
-        for side in (module.vllm_base.KVConnectorRole.SCHEDULER, "worker"):
+        for side in (vllm_base.KVConnectorRole.SCHEDULER, "worker"):
             connector(config, side, None)
     assert made == [("scheduler", "push"), ("worker", "push"),
                     ("scheduler", "pull"), ("worker", "pull")]  # fmt: skip
