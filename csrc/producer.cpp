@@ -491,8 +491,7 @@ void Producer::finish_serve(ServeId id, TimeNs /*now*/, Actions& out) {
   serves_.erase(found);
   granted_blocks_ -= count_blocks(serve.blocks);
   by_attempt_.erase(AttemptKey{serve.session, serve.attempt});
-  const bool confirmed =
-      config_.reads && serve.reason == Reason::kNone && serve.posted_to > serve.span.begin;
+  const bool confirmed = config_.reads && serve.reason == Reason::kNone && !serve.span.empty();
   add_tombstone(AttemptKey{serve.session, serve.attempt}, confirmed);
 
   if (!serve.peer_gone && serve.tell_revoked) {

@@ -25,15 +25,11 @@ void Producer::recall(Serve& serve, TimeNs now, Actions& out) {
   note_due(now + config_.resend);
 }
 
-// Nothing of this grant is being read any more.
+// Nothing of this grant is being read any more. Where nothing had gone wrong till then, all of it
+// was, from blocks that were held.
 void Producer::end_reads(ServeId id, TimeNs now, Actions& out) {
-  Serve& serve = serves_.at(id);
-  serve.posts_in_flight = 0;
-  if (serve.state == ServeState::kEnding) {
-    finish_serve(id, now, out);
-  } else {
-    advance(id, now, out);
-  }
+  serves_.at(id).posts_in_flight = 0;
+  finish_serve(id, now, out);
 }
 
 void Producer::on_read_done(Session from, const ReadDoneMessage& message, TimeNs now,
