@@ -252,6 +252,34 @@ def test_long_lists_of_large_ids_are_merged_in_any_order(seed: int) -> None:
     assert np.array_equal(from_ - sides[0].base, (np.sort(consumer) + 5) * 2)
 
 
+def test_a_whole_pool_is_one_run_even_with_keys_and_values_in_halves() -> None:
+    blocks, size = 6, 16
+    sides = [
+        _core.Region(
+            layer="layer",
+            dtype="x",
+            base=base,
+            block_stride=size,
+            num_blocks=blocks,
+            tokens_per_block=4,
+            tokens_per_page=4,
+            token_stride=4,
+            components=2,
+            component_stride=blocks * size,
+            heads=1,
+            total_heads=1,
+            element_bytes=4,
+        )
+        for base in (1 << 40, 1 << 44)
+    ]
+    planner = _core.CopyPlanner([sides[0]], [sides[1]], [(0, 0, 0, 1)], local_is_producer=True)
+    ids = list(range(blocks))
+    whole = planner.plan((0, 4 * blocks), [(0, ids)], [(0, ids)])
+    assert whole.runs.tolist() == [[1 << 40, 1 << 44, 2 * blocks * size]]
+    less = planner.plan((0, 4 * blocks - 4), [(0, ids)], [(0, ids)])
+    assert less.runs[:, 2].tolist() == [(blocks - 1) * size] * 2
+
+
 @st.composite
 def overlapping_shares(draw: st.DrawFn, heads: int) -> list[tuple[int, int]]:
     """(first head, heads) of some producers that together hold all."""
