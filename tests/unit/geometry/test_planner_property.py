@@ -117,6 +117,8 @@ def check_merging(world: World, p: int, c: int, pairs: Pairs, runs: int) -> None
                 return  # no tensor has that; a block that is cut short then misses its neighbours
             if cut and ("head" in outside or "component" in outside):
                 return  # the cut block may touch its neighbour in each head: not looked for
+            if cut and order.index("page") < order.index("token"):
+                return  # no tensor has that: the pages of a cut block lie one token in another
         # Layers of a cut block, or behind a gap, may touch those of the next: by chance too.
         alike = alike and (from_.order, from_.padding) == (to.order, to.padding)
         alike = alike and not (to.joined and (cut or to.slots == "gap"))
