@@ -10,6 +10,7 @@ std::string_view reason_name(Reason reason) noexcept {
       "incompatible",  "producer_aborted", "producer_short", "offer_expired",
       "grant_expired", "superseded",       "ambiguous",      "transport_error",
       "bad_request",   "table_full",       "revoked",        "shutdown",
+      "cancelled",
   };
   const auto index = static_cast<std::size_t>(reason);
   return index < kNames.size() ? kNames[index] : std::string_view("unknown");

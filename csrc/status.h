@@ -32,8 +32,9 @@ enum class Reason : std::uint8_t {
   kTableFull = 13,       // a bound was reached
   kRevoked = 14,         // the consumer took its blocks back
   kShutdown = 15,        // the engine is stopping
+  kCancelled = 16,       // the router has given the request up
 };
-constexpr int kReasonCount = 16;
+constexpr int kReasonCount = 17;
 
 // A stable snake_case name ("deadline", "peer_lost", ...): log lines, metrics labels, Python.
 std::string_view reason_name(Reason reason) noexcept;

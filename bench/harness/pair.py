@@ -52,6 +52,11 @@ class PairSpec:
     router: bool = False
     plain: bool = False
 
+    @property
+    def auth_key_file(self) -> str:
+        """The file with the engines' auth key; empty: they have none from a file."""
+        return str(self.connector.extra_config.get("auth_key_file", ""))
+
     def engines(self) -> list[EngineSpec]:
         """Return the engines to start: producers, consumers, then the plain one if wanted."""
         base = dict(self.base or {})
@@ -103,6 +108,7 @@ class Pair:
                     [engine for engine in engines if engine.spec.role == "kv_producer"],
                     [engine for engine in engines if engine.spec.role == "kv_consumer"],
                     logs,
+                    extra_args=["--auth-key-file", spec.auth_key_file],
                 )
                 router.wait_healthy()
             pair = cls(spec, engines, router)
@@ -283,9 +289,11 @@ class Pair:
 
     def stats(self, engine: Engine) -> dict[str, Any]:
         """Ask one engine for its scheduler's and workers' counters (kvpush only)."""
+        from kvpush.auth import load_auth_key
         from kvpush.vllm import handshake
 
-        return dict(handshake.query_stats(HOST, engine.side_port, _STATS_LIMIT_S))
+        auth = load_auth_key(self.spec.auth_key_file)
+        return dict(handshake.query_stats(HOST, engine.side_port, _STATS_LIMIT_S, auth))
 
     def counters(self, engines: Sequence[Engine] | None = None) -> dict[str, int]:
         """Sum the native counters over the workers of some engines (all of them by default).

@@ -51,12 +51,19 @@ def proxy(
     drain_s: Annotated[
         float, typer.Option(help="How long requests may go on after SIGTERM or Ctrl-C.")
     ] = 10.0,
+    auth_key_file: Annotated[
+        str,
+        typer.Option(
+            help="File with the auth key of the engines; without it KVPUSH_AUTH_KEY is taken."
+        ),
+    ] = "",
     access_log: Annotated[bool, typer.Option(help="Log every request.")] = False,
     verbose: Annotated[bool, typer.Option(help="Log why requests go to decode alone.")] = False,
 ) -> None:
     """Serve an OpenAI API in front of prefill and decode servers."""
     import asyncio
 
+    from kvpush.auth import load_auth_key
     from kvpush.proxy.config import RouterConfig, parse_decode, parse_prefill
     from kvpush.proxy.server import serve
 
@@ -78,6 +85,7 @@ def proxy(
             cool_off_s=cool_off_s,
             drain_s=drain_s,
             access_log=access_log,
+            auth=load_auth_key(auth_key_file),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -50,7 +50,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     peer_timeout_s: Seconds = 10.0
     """Silence after which a peer counts as lost: ten keepalives, so a busy host is not mistaken."""
 
-    fence_margin_s: Seconds = 2.0
+    fence_margin_s: Annotated[float, msgspec.Meta(ge=0.05, le=86_400.0)] = 2.0
     """How much longer than the peer time-out blocks stay untouched after a peer was lost: covers
     the batch that a stopped process may still have had in flight."""
 
@@ -105,6 +105,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     costs a descriptor per layer: with dozens of layers pieces of this size cost little more than
     one push of the whole, pieces of a few hundred KiB several times that. Short prompts, and chunks
     cut small by decodes beside them, make no pieces of their own."""
+
+    auth_key_file: str = ""
+    """File with the key that all engines and routers share; empty: KVPUSH_AUTH_KEY, else none."""
 
     model_id: str = ""
     """Name that both sides of a pair must share; empty: the model's name or path as served. Set it
@@ -162,17 +165,28 @@ def load_config(values: Mapping[str, Any]) -> Config:
     return config
 
 
+_AT_LEAST = (
+    ("peer_timeout_s", 3, "keepalive_s", "one late message must not make a living peer lost"),
+    ("peer_timeout_s", 2, "resend_s", "what was lost must be sent again before its peer is lost"),
+    ("fence_margin_s", 0.01, "peer_timeout_s", "clocks of two hosts run at rates that differ"),
+    ("revoke_patience_s", 2, "resend_s", "the question must be repeated before the break"),
+    ("hello_timeout_s", 2, "resend_s", "a HELLO that was lost must be sent again in time"),
+    (
+        "grant_ttl_s",
+        1,
+        "receive_deadline_s",
+        "the prefill side must not forget a request that the decode side still waits for",
+    ),
+    ("idle_poll_us", 1, "busy_poll_us", "the thread looks more often while a transfer waits"),
+)
+"""Relations between keys: the first is at least so many times the second, and why."""
+
+
 def _check_together(config: Config) -> None:
-    """Relations between keys."""
-    if config.peer_timeout_s < 3 * config.keepalive_s:
-        raise ConfigError(
-            f"kv_connector_extra_config['peer_timeout_s'] is {config.peer_timeout_s:g}, but must "
-            f"be at least 3 times 'keepalive_s' ({config.keepalive_s:g}): one late message must "
-            "not make a living peer count as lost."
-        )
-    if config.grant_ttl_s < config.receive_deadline_s:
-        raise ConfigError(
-            f"kv_connector_extra_config['grant_ttl_s'] is {config.grant_ttl_s:g}, but must be at "
-            f"least 'receive_deadline_s' ({config.receive_deadline_s:g}): the prefill side must "
-            "not forget a request that the decode side still waits for."
-        )
+    for name, times, other, why in _AT_LEAST:
+        value, least = getattr(config, name), times * getattr(config, other)
+        if value < least:
+            raise ConfigError(
+                f"kv_connector_extra_config[{name!r}] is {value:g}, but must be at least "
+                f"{least:g}, {times:g} times {other!r} ({getattr(config, other):g}): {why}."
+            )

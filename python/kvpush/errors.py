@@ -39,7 +39,7 @@ class PeerUnreachableError(KvPushError):
 
 
 class PeerIncompatibleError(KvPushError):
-    """Another engine answers, but the two can't work together."""
+    """Another engine answers, or refuses to, but the two can't work together."""
 
 
 class BadParamsError(KvPushError, ValueError):

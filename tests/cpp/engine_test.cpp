@@ -156,6 +156,30 @@ TEST_F(EngineTest, PeersThatDifferAreRefusedByName) {
       << results[0].status.message();
 }
 
+// What a stranger can do who has the producer's metadata but not its session, which discovery alone
+// tells: nothing. His own metadata must not even reach the transport, which trusts it.
+TEST_F(EngineTest, HelloThatNamesAnotherSessionIsDroppedUnread) {
+  ASSERT_TRUE(d.transport->add_peer(p.info.transport_metadata).is_ok());
+  HelloMessage hello;
+  hello.to = p.info.session + 1;
+  hello.peer_info = encode_peer_info(d.info);
+  hello.pairs = {{0, 0, 0, 4}, {1, 1, 0, 4}};
+  Message message{d.info.session, hello};
+  message.meeting = 1;
+  ASSERT_TRUE(d.transport->notify("P", encode_message(message)).is_ok());
+  Message grant{d.info.session, GrantMessage{100, key_of("r"), {0, 4}, {GroupBlocks{0, {4}}}}};
+  grant.meeting = 1;
+  ASSERT_TRUE(d.transport->notify("P", encode_message(grant)).is_ok());
+  p.offer(6, key_of("r"), {1});
+  pass(kSecond);
+  const EngineCounters counters = p.engine->counters();
+  EXPECT_EQ(counters.messages_received, 2U);
+  EXPECT_EQ(counters.messages_dropped, 2U);
+  EXPECT_EQ(counters.peers + counters.served_live, 0U);
+  EXPECT_EQ(p.transport->counts().peers, 0U);
+  EXPECT_EQ(counters.offers_live, 1U);
+}
+
 TEST_F(EngineTest, ConnectToNobodyTimesOutAndOthersAreNotDelayed) {
   TestRank& dead = add("dead", 40);
   d.connect(7, {dead.info}, 3 * kSecond);

@@ -37,7 +37,7 @@ std::vector<Message> samples() {
       grant_of({}),
       AcceptedMessage{3},
       WrittenMessage{3, {0, 0xFFFF'FFFF}, 2, 3},
-      FailedMessage{most, Reason::kShutdown, "why"},
+      FailedMessage{most, Reason::kCancelled, "why"},
       RevokeMessage{3},
       RevokedMessage{3},
       KeepaliveMessage{},

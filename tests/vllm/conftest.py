@@ -8,6 +8,7 @@ engines have to be at rest: free blocks back at the start, every table empty.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -151,10 +152,22 @@ def _checked(pair: Pair) -> Iterator[Pair]:
     pair.wait_at_rest()
 
 
+@pytest.fixture(scope="session")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("auth") / "key"
+    path.write_text(secrets.token_hex())
+    path.chmod(0o600)
+    return path
+
+
 @pytest.fixture
-def default_pair(fleet: Fleet, model: Path) -> Iterator[Pair]:
-    """Two prefill engines, one decode engine and the router; failed loads fail the request."""
-    spec = PairSpec(model, _FAIL, producers=2, router=True)
+def default_pair(fleet: Fleet, model: Path, key_file: Path) -> Iterator[Pair]:
+    """Two prefill engines, one decode engine and the router, with an auth key.
+
+    Failed loads fail the request.
+    """
+    connector = _FAIL.with_extra(auth_key_file=str(key_file))
+    spec = PairSpec(model, connector, producers=2, router=True)
     yield from _checked(fleet.pair("default_pair", spec))
 
 

@@ -6,6 +6,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from kvpush.auth import AuthKey
+
 DEFAULT_SIDE_CHANNEL_PORT = 5600
 """vLLM's own default of VLLM_NIXL_SIDE_CHANNEL_PORT."""
 
@@ -47,6 +49,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     # How long requests under way may go on after SIGTERM.
     drain_s: float = 10.0
     access_log: bool = False
+    # What the side channels of the prefill servers ask for, if they have a key.
+    auth: AuthKey | None = None
 
     def __post_init__(self) -> None:
         """Refuse settings with which no request could ever be served."""

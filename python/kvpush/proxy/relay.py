@@ -26,6 +26,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvpush.proxy.balance import Backend
+from kvpush.proxy.cancel import Canceller
 from kvpush.proxy.config import DecodeBackend, PrefillBackend
 from kvpush.proxy.errors import RequestError, error_body
 from kvpush.proxy.headers import client_headers
@@ -63,6 +64,7 @@ class Call:
     decode_leg: Leg
     prefill: Backend[PrefillBackend] | None = None
     prefill_leg: Leg | None = None
+    transfer_id: str = ""
     begun: bool = False
 
 
@@ -95,10 +97,16 @@ class Relay:
     """Sends requests to their backends and the answers to the clients."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, counters: Counters, *, idle_timeout_s: float
+        self,
+        session: aiohttp.ClientSession,
+        counters: Counters,
+        canceller: Canceller,
+        *,
+        idle_timeout_s: float,
     ) -> None:
         self._session = session
         self._counters = counters
+        self._canceller = canceller
         self.idle_timeout_s = idle_timeout_s
         self._lingering: set[asyncio.Task[None]] = set()
 
@@ -122,6 +130,9 @@ class Relay:
                 _end_decode(decode)
                 if prefill is not None:
                     self._end_prefill(prefill, linger=answered)
+                if call.prefill is not None and not call.begun:
+                    # The decode server may never have known of this request.
+                    self._canceller.cancel(call.prefill.spec, call.transfer_id)
 
     async def close(self) -> None:
         """End the prefill legs that outlived their requests."""

@@ -17,6 +17,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvpush.proxy.balance import Backend, Pool, RoundRobin
+from kvpush.proxy.cancel import Canceller
 from kvpush.proxy.config import DecodeBackend, PrefillBackend, RouterConfig
 from kvpush.proxy.errors import RequestError, error_body
 from kvpush.proxy.headers import client_headers, leg_headers, plain_headers
@@ -71,7 +72,13 @@ class Router:
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         )
-        self.relay = Relay(self._session, self._counters, idle_timeout_s=config.idle_timeout_s)
+        self._canceller = Canceller(self._counters, config.auth)
+        self.relay = Relay(
+            self._session,
+            self._counters,
+            self._canceller,
+            idle_timeout_s=config.idle_timeout_s,
+        )
 
     def application(self) -> web.Application:
         """Return the application that serves this router."""
@@ -103,6 +110,7 @@ class Router:
     async def close(self) -> None:
         """End what is left and give all connections back."""
         await self.relay.close()
+        await self._canceller.close()
         await self._session.close()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -173,6 +181,7 @@ class Router:
             Leg(endpoint.value, decode_headers, decode_body(body, prefill.spec, transfer_id)),
             prefill,
             Leg(endpoint.value, prefill_headers, prefill_body(body, endpoint, transfer_id)),
+            transfer_id,
         )
 
     async def _read_body(self, request: web.Request) -> bytes:

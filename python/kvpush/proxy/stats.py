@@ -29,6 +29,8 @@ class Counters(msgspec.Struct):
     client_left: int = 0  # (end) the client closed its connection first
     ended_by_stop: int = 0  # (end) the router was stopped
     router_faults: int = 0  # (end) an exception in the router itself
+    cancels: int = 0  # requests given up of which their prefill server has been told
+    cancels_failed: int = 0  # of which it could not be told; it holds their KV for a while
     plain: int = 0  # of the accepted: served by the decode server alone
     late_prefill_errors: int = (
         0  # the decode server was already answering, so the client did not see them

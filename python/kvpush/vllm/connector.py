@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 
+from kvpush.auth import AuthKey, load_auth_key
 from kvpush.config import load_config
 from kvpush.errors import KvPushError
 from kvpush.vllm.checks import check_supported
@@ -57,12 +58,21 @@ class Handshake(vllm_base.KVConnectorHandshakeMetadata):
 class _SchedulerRole:
     """What lives in the scheduler's process: the scheduler side and the side channel."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Any, mode: str) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Any,
+        mode: str,
+        auth: AuthKey | None = None,
+    ) -> None:
+        self._auth = auth
         self.facts = make_scheduler_facts(vllm_config, kv_cache_config, config, mode)
         self.side = SchedulerSide(self.facts)
         self.address = side_channel_address(vllm_config)
         self.channel: SideChannel | None = None
         self.block_pool: Any = None
+        self._refused_told = 0
         self._stats_ports: list[int] = []
 
     def listen(self, ranks: dict[tuple[int, int], Handshake]) -> None:
@@ -78,7 +88,9 @@ class _SchedulerRole:
             ranks=[ranks[key].info for key in sorted(ranks)],
         )
         self._stats_ports = [ranks[key].stats_port for key in sorted(ranks)]
-        self.channel = SideChannel(*self.address, self.stats, hello)
+        self.channel = SideChannel(
+            *self.address, self.stats, hello, auth=self._auth, cancel=self.side.cancel
+        )
         self.channel.start()
         logger.info("Side channel on %s:%d", *self.address)
 
@@ -90,6 +102,7 @@ class _SchedulerRole:
             "free_blocks": pool.get_num_free_blocks() if pool is not None else 0,
             "total_blocks": pool.num_gpu_blocks if pool is not None else 0,
             "scheduler": self.side.stats(),
+            "side_channel": self.channel.counters() if self.channel is not None else {},
             "workers": self._worker_counters(),
         }
 
@@ -98,17 +111,38 @@ class _SchedulerRole:
         counters: list[dict[str, int]] = []
         for port in self._stats_ports:
             try:
-                counters.append(query_stats(_LOOPBACK, port, _RANK_STATS_TIMEOUT_S))
+                counters.append(self._ask_rank(port))
             except KvPushError as error:
                 logger.debug("No counters from the rank at port %d: %s", port, error)
         return counters
+
+    def _ask_rank(self, port: int) -> dict[str, int]:
+        return query_stats(_LOOPBACK, port, _RANK_STATS_TIMEOUT_S, self._auth)
+
+    def take_stats(self) -> KvPushStats | None:
+        """Clients that the side channel has refused since the last call; None if there are none."""
+        refused = self.channel.counters()["refused"] if self.channel is not None else 0
+        fresh, self._refused_told = refused - self._refused_told, refused
+        if not fresh:
+            return None
+        stats = KvPushStats()
+        stats.record_refused_clients(fresh)
+        return stats
 
 
 class _WorkerRole:
     """What lives in a worker's process."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Any, mode: str) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Any,
+        mode: str,
+        auth: AuthKey | None = None,
+    ) -> None:
         self._making = (vllm_config, kv_cache_config, config, mode)
+        self._auth = auth
         self.side: WorkerSide | None = None
         self.info = b""
         self.stats = KvPushStats()
@@ -123,8 +157,8 @@ class _WorkerRole:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the engine over these tensors."""
-        self.side, self.info = make_worker(*self._making, kv_caches)
-        self.stats_channel = SideChannel(_LOOPBACK, 0, self.side.counters)
+        self.side, self.info = make_worker(*self._making, kv_caches, self._auth)
+        self.stats_channel = SideChannel(_LOOPBACK, 0, self.side.counters, auth=self._auth)
         self.stats_channel.start()
 
     def begin_step(self, metadata: Any) -> None:
@@ -181,13 +215,14 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        auth = load_auth_key(config.auth_key_file)
         check_supported(vllm_config, kv_cache_config, results_by_request=_RESULTS_BY_REQUEST)
         self._scheduler: _SchedulerRole | None = None
         self._worker: _WorkerRole | None = None
         if role == vllm_base.KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerRole(vllm_config, kv_cache_config, config, self._MODE)
+            self._scheduler = _SchedulerRole(vllm_config, kv_cache_config, config, self._MODE, auth)
         else:
-            self._worker = _WorkerRole(vllm_config, kv_cache_config, config, self._MODE)
+            self._worker = _WorkerRole(vllm_config, kv_cache_config, config, self._MODE, auth)
 
     @property
     def _scheduler_role(self) -> _SchedulerRole:
@@ -350,6 +385,8 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
 
     def get_kv_connector_stats(self) -> KvPushStats | None:
         """What happened since the last call; None if nothing did."""
+        if self._scheduler is not None:
+            return self._scheduler.take_stats()
         worker = self._worker
         if worker is None or worker.stats.is_empty():
             return None

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpush._core import PeerInfo
+from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError, PeerUnreachableError
-from kvpush.vllm.handshake import HelloReply, query_peers
+from kvpush.side_channel import HelloReply, query_peers
 from kvpush.vllm.log import get_logger
 
 __all__ = ["Address", "Endpoints", "Meeting", "Waiting", "check_windows"]
@@ -67,6 +68,7 @@ class Endpoints:
         lock: threading.Lock,
         connect: Callable[[HelloReply], list[int]],
         mode: str,
+        auth: AuthKey | None = None,
         discovery_timeout_s: float,
         retry_backoff_s: float,
         on_met: Callable[[Any, Meeting], None],
@@ -74,6 +76,7 @@ class Endpoints:
         self._lock = lock
         self._connect = connect
         self._mode = mode
+        self._auth = auth
         self._discovery_timeout_s = discovery_timeout_s
         self._retry_backoff_s = retry_backoff_s
         self._on_met = on_met
@@ -160,7 +163,7 @@ class Endpoints:
         """One meeting. Never raises: whatever goes wrong is the requests' reason."""
         host, port = address
         try:
-            hello = query_peers(host, port, self._discovery_timeout_s)
+            hello = query_peers(host, port, self._discovery_timeout_s, self._auth)
             self._check_mode(address, hello)
             sizes = _tokens_per_block(hello)
             return Meeting(sessions=self._connect(hello), tokens_per_block=sizes)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpush._core import Engine, EngineConfig
 from kvpush._nixl import find_library, prepare_environment
+from kvpush.auth import AuthKey
 from kvpush.config import Config
 from kvpush.vllm.device_events import CudaEvents, HostEvents, StepEvents
 from kvpush.vllm.handshake import PROTOCOL
@@ -72,6 +73,7 @@ def make_worker(
     config: Config,
     mode: str,
     kv_caches: Mapping[str, Any],
+    auth: AuthKey | None = None,
 ) -> tuple[WorkerSide, bytes]:
     """Describe the memory, start the native engine, and tell the engine's ranks of each other.
 
@@ -94,7 +96,8 @@ def make_worker(
     prepare_environment(config.peer_timeout_s)
     engine = Engine(
         EngineConfig(
-            agent_name=f"kvpush-{engine_id}-{rank}-{session:016x}",
+            # Anybody on the fabric may read this name, so it must not tell the session.
+            agent_name=f"kvpush-{engine_id}-{rank}-{secrets.token_hex(8)}",
             session=session,
             engine_id=engine_id,
             nixl_library=str(find_library()),
@@ -138,6 +141,7 @@ def make_worker(
         _gather(info, tp, pp),
         rank,
         _step_events(layout),
+        auth,
     )
     return worker, info
 

@@ -64,11 +64,12 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Withdrawal(msgspec.Struct, frozen=True):
-    """Prefill side: this transfer will not come."""
+    """Prefill side: this transfer will not come, or the offer of this request is taken back."""
 
     transfer_id: str
     fingerprint: bytes
     reason: str
+    request_id: str = ""
 
 
 class Close(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ class KvPushStats(KVConnectorStats):
         self.data["received"] = 0
         self.data["read"] = 0
         self.data["failed"] = {}
+        self.data["refused_clients"] = 0
 
     def record(self, event: Event) -> None:
         """Count how one grant or offer ended."""
@@ -59,6 +60,10 @@ class KvPushStats(KVConnectorStats):
         failed = self.data["failed"]
         failed[reason] = failed.get(reason, 0) + 1
 
+    def record_refused_clients(self, count: int) -> None:
+        """Count clients of the side channel that had not the right auth key, or none at all."""
+        self.data["refused_clients"] += count
+
     def _record_moved(self, event: Event) -> None:
         self.data["bytes"].append(event.bytes)
         self.data["descriptors_before"].append(event.descriptors_before)
@@ -73,13 +78,15 @@ class KvPushStats(KVConnectorStats):
             self.data[name].extend(other.data[name])
         self.data["received"] += other.data["received"]
         self.data["read"] += other.data["read"]
+        self.data["refused_clients"] += other.data["refused_clients"]
         for reason, count in other.data["failed"].items():
             self.data["failed"][reason] = self.data["failed"].get(reason, 0) + count
         return self
 
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        return not (self.data["bytes"] or self.data["received"] or self.data["failed"])
+        counts = ("bytes", "received", "failed", "refused_clients")
+        return not any(self.data[name] for name in counts)
 
     def reduce(self) -> dict[str, int | float]:
         """The interval in a few figures, for vLLM's log line."""
@@ -98,6 +105,8 @@ class KvPushStats(KVConnectorStats):
             label = name.removesuffix("_s")
             figures[f"Mean {label} (ms)"] = round(1e3 * sum(values) / moved, 3) if moved else 0
             figures[f"P90 {label} (ms)"] = round(1e3 * values[int(0.9 * moved)], 3) if moved else 0
+        if self.data["refused_clients"]:
+            figures["Side channel clients refused"] = self.data["refused_clients"]
         for reason, count in sorted(self.data["failed"].items()):
             figures[f"Failed: {reason}"] = count
         return figures
@@ -140,6 +149,13 @@ class KvPushPromMetrics(KVConnectorPromMetrics):
                 labelnames=labelnames,
             )
         )
+        self._refused_clients = self._per_engine(
+            self._counter_cls(
+                name="vllm:kvpush_refused_clients",
+                documentation="Side channel clients refused: no auth key, or another one.",
+                labelnames=labelnames,
+            )
+        )
         self._failed = self._counter_cls(
             name="vllm:kvpush_failed",
             documentation="Transfers that failed, by reason.",
@@ -167,5 +183,6 @@ class KvPushPromMetrics(KVConnectorPromMetrics):
             for value in transfer_stats_data[name]:
                 histogram[engine_idx].observe(value)
         self._received[engine_idx].inc(transfer_stats_data["received"])
+        self._refused_clients[engine_idx].inc(transfer_stats_data["refused_clients"])
         for reason, count in transfer_stats_data["failed"].items():
             self._failed.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections import Counter
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,12 @@ _HANDING_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 _NOTHING = StepOrders()
 """The orders of most steps; nobody adds to them."""
+
+MAX_CANCELS = 4096
+"""Transfers that were cancelled, waiting for a step or remembered: 100 times what one second brings
+to a busy router. Of more, the oldest are forgotten: their KV is held for its time to live."""
+_CANCEL_MEMORY_S = 60.0
+"""A prefill leg that was cancelled while it was on its way is here by then."""
 
 _Key = tuple[str, bytes]
 
@@ -119,6 +126,10 @@ class SchedulerSide:
         self._held: dict[str, _Key] = {}
         self._held_keys: set[_Key] = set()
         self._streams = Streams([shape.tokens_per_block for shape in facts.groups])
+        # Transfers given up by the router: fresh ones, put in by the side channel's thread, then
+        # those taken note of, with the time to forget them.
+        self._cancels: deque[str] = deque(maxlen=MAX_CANCELS)
+        self._cancelled: OrderedDict[str, float] = OrderedDict()
         # The decode leg computes the prompt's last token again. Where a cache forgets (a state is
         # one token further, a window has left its first block), the prefill must stop before it.
         self._stops_short = any(shape.state or shape.window for shape in facts.groups)
@@ -170,6 +181,8 @@ class SchedulerSide:
 
     def take_orders(self, output: Any = None) -> StepOrders:
         """The orders of the step that vLLM has just planned, its scheduler's output."""
+        if self._cancels:
+            self._take_cancels()
         orders = self._orders
         if self._may_stream and self._producing and output is not None:
             for new in output.scheduled_new_reqs:
@@ -216,6 +229,10 @@ class SchedulerSide:
         It must where orders wait to leave, or the workers still owe a report.
         """
         return bool(self._orders or self._held or self._loading_keys)
+
+    def cancel(self, transfer_id: str) -> None:
+        """Nobody will ask for this transfer's KV. Any thread; done in the next step."""
+        self._cancels.append(transfer_id)
 
     def stats(self) -> dict[str, int]:
         """Table sizes; all zero at rest."""
@@ -435,9 +452,12 @@ class SchedulerSide:
         watermark = min(request.num_computed_tokens, request.num_prompt_tokens)
         whole = self._holds_whole_prompt(block_ids, watermark, request.num_prompt_tokens)
         stream = self._streams.end(request.request_id)
-        if request.status.name not in _HANDING_OVER or not whole:
+        cancelled = self._is_cancelled(key[0])
+        if cancelled or request.status.name not in _HANDING_OVER or not whole:
             reason = "producer_short"
-            if request.status.name not in _HANDING_OVER:
+            if cancelled:
+                reason = "cancelled"
+            elif request.status.name not in _HANDING_OVER:
                 reason = "producer_aborted"
             if stream is not None:
                 self._end_stream(request, stream, reason)
@@ -486,6 +506,34 @@ class SchedulerSide:
             len(ids) > 0 if shape.state else len(ids) * shape.tokens_per_block >= needed
             for shape, ids in zip(self._facts.groups, block_ids, strict=True)
         )
+
+    def _take_cancels(self) -> None:
+        """Take back what is held for transfers that were cancelled; remember the rest."""
+        forget = time.monotonic() + _CANCEL_MEMORY_S
+        fresh: set[str] = set()
+        while self._cancels:
+            transfer_id = self._cancels.popleft()
+            fresh.add(transfer_id)
+            self._cancelled[transfer_id] = forget
+            self._cancelled.move_to_end(transfer_id)
+        while len(self._cancelled) > MAX_CANCELS:
+            self._cancelled.popitem(last=False)
+        for request_id, key in self._held.items():
+            if key[0] in fresh:
+                self._orders.withdrawals.append(
+                    Withdrawal(
+                        transfer_id=key[0],
+                        fingerprint=key[1],
+                        reason="cancelled",
+                        request_id=request_id,
+                    )
+                )
+
+    def _is_cancelled(self, transfer_id: str) -> bool:
+        if self._cancels:
+            self._take_cancels()
+        forget = self._cancelled.get(transfer_id)
+        return forget is not None and time.monotonic() < forget
 
     def _withdraw(self, key: _Key, reason: str) -> None:
         if key in self._producing or key in self._held_keys:

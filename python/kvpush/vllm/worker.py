@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvpush._core import Event
+from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError
 from kvpush.vllm.device_events import HostEvents, StepEvents
 from kvpush.vllm.endpoints import Address, Endpoints, Meeting, check_windows
@@ -121,6 +122,7 @@ class WorkerSide:
         consumers: Sequence[bytes],
         consumer_index: int,
         events: StepEvents | None = None,
+        auth: AuthKey | None = None,
     ) -> None:
         self._facts = facts
         self._engine = engine
@@ -148,6 +150,7 @@ class WorkerSide:
             lock=self._lock,
             connect=self._connect,
             mode=facts.mode,
+            auth=auth,
             discovery_timeout_s=facts.discovery_timeout_s,
             retry_backoff_s=facts.retry_backoff_s,
             on_met=self._on_met,
@@ -272,8 +275,9 @@ class WorkerSide:
             self._engine.withdraw(send.ticket, close.reason, close.transfer_id, close.fingerprint)
 
     def _withdraw(self, withdrawal: Withdrawal) -> None:
+        send = self._sends.get(withdrawal.request_id)
         self._engine.withdraw(
-            next(self._tickets),
+            send.ticket if send is not None else next(self._tickets),
             withdrawal.reason,
             withdrawal.transfer_id,
             withdrawal.fingerprint,
@@ -418,9 +422,10 @@ class WorkerSide:
             return
         if kind == "send_failed":
             logger.warning(
-                "Request %s (transfer %s): its KV was not handed over: %s. %s",
+                "Request %s (transfer %s): its KV was not handed over to %s: %s. %s",
                 send.request_id,
                 send.transfer_id,
+                f"session {event.session:016x}" if event.session else "any decode engine",
                 event.reason,
                 event.detail,
             )

@@ -297,5 +297,9 @@ async def setup(
 
 
 def ending(stats: dict[str, Any]) -> dict[str, int]:
-    """The counters that are not zero."""
-    return {name: count for name, count in stats["counters"].items() if count}
+    """The counters that are not zero; not those of what goes on in the background."""
+    return {
+        name: count
+        for name, count in stats["counters"].items()
+        if count and name not in {"cancels", "cancels_failed"}
+    }

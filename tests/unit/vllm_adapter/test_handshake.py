@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError, PeerUnreachableError, SideChannelError
+from kvpush.side_channel import Question, cancel_transfer
+from kvpush.vllm import handshake
 from kvpush.vllm.handshake import (
     PROTOCOL,
     HelloReply,
@@ -163,3 +170,195 @@ def test_a_rank_tells_only_stats() -> None:
         assert query_stats(HOST, side.port, LONG_S) == {"live_grants": 0}
     finally:
         side.stop()
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+def eventually(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)
+
+
+def test_slow_and_silent_clients_delay_nobody(channel: SideChannel) -> None:
+    with contextlib.ExitStack() as stack:
+        for said in (b"", b"\xff\x00\x00", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"):
+            for _ in range(20):  # connected, and in the middle of ZMQ's greeting
+                slow = stack.enter_context(socket.create_connection((HOST, channel.port), LONG_S))
+                slow.sendall(said)
+        eventually(lambda: channel.counters()["connections"] >= 60)
+        assert query_peers(HOST, channel.port, SHORT_S * 10) == HELLO
+
+
+def test_a_client_that_asks_and_never_reads_gets_a_bounded_number_of_answers(
+    channel: SideChannel,
+) -> None:
+    question = msgspec.msgpack.encode(Question("hello"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.SNDTIMEO, 2000)):
+            greedy.setsockopt(option, value)
+        greedy.connect(f"tcp://{HOST}:{channel.port}")
+        for _ in range(2000):
+            greedy.send_multipart([b"", question])
+        assert query_peers(HOST, channel.port, LONG_S) == HELLO
+
+
+def test_who_says_nothing_is_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_HANDSHAKE_MS", 100)
+    side = SideChannel(HOST, 0, dict, HELLO)
+    side.start()
+    try:
+        with socket.create_connection((HOST, side.port), LONG_S) as silent:
+            silent.settimeout(LONG_S)
+            while silent.recv(4096):  # its own greeting, then the end
+                pass
+        eventually(lambda: side.counters()["connections"] == 0)
+    finally:
+        side.stop()
+
+
+def test_connections_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "MAX_CONNECTIONS", 8)
+    side = SideChannel(HOST, 0, dict, HELLO)
+    side.start()
+    try:
+        with contextlib.ExitStack() as stack:
+            clients: list[socket.socket] = []
+            while len(clients) < 100:
+                with contextlib.suppress(ConnectionError):  # while it begins anew
+                    client = socket.create_connection((HOST, side.port), LONG_S)
+                    clients.append(stack.enter_context(client))
+            eventually(lambda: side.counters()["connections"] < 8)
+            eventually(lambda: _answers(side.port))
+        eventually(lambda: side.counters()["connections"] == 0)
+    finally:
+        side.stop()
+
+
+def test_connections_that_end_are_not_counted_any_more(channel: SideChannel) -> None:
+    for _ in range(50):
+        with socket.create_connection((HOST, channel.port), LONG_S) as client:
+            client.sendall(os.urandom(100))
+        assert query_peers(HOST, channel.port, LONG_S) == HELLO
+    eventually(lambda: channel.counters()["connections"] == 0)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return query_peers(HOST, port, LONG_S) == HELLO
+    except PeerUnreachableError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1"])
+def test_it_listens_on_the_configured_address_alone(host: str) -> None:
+    side = SideChannel(host, 0, dict, HELLO)
+    side.start()
+    try:
+        listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        addresses = re.findall(rf": ([0-9A-F]+):{side.port:04X} [0-9A-F:]+ 0A", listening)
+        assert addresses
+        assert all(int(address, 16) != 0 for address in addresses)
+    finally:
+        side.stop()
+
+
+def test_a_cancel_reaches_the_engine() -> None:
+    told: list[str] = []
+    side = SideChannel(HOST, 0, dict, HELLO, cancel=told.append)
+    side.start()
+    try:
+        cancel_transfer(HOST, side.port, "t", LONG_S)
+        assert told == ["t"]
+        with pytest.raises(PeerIncompatibleError, match="unknown question"):
+            cancel_transfer(HOST, side.port, "", LONG_S)
+    finally:
+        side.stop()
+
+
+def test_a_rank_takes_no_cancel(channel: SideChannel) -> None:
+    with pytest.raises(PeerIncompatibleError, match="unknown question"):
+        cancel_transfer(HOST, channel.port, "t", LONG_S)
+
+
+# --- with an auth key -------------------------------------------------------------------------
+
+KEY = AuthKey(b"the key of this deployment")
+OTHER_KEY = AuthKey(b"the key of another one")
+
+
+@pytest.fixture
+def guarded() -> Iterator[tuple[SideChannel, list[str]]]:
+    told: list[str] = []
+    side = SideChannel(HOST, 0, lambda: {"free": 1}, HELLO, auth=KEY, cancel=told.append)
+    side.start()
+    yield side, told
+    side.stop()
+
+
+Guarded = tuple[SideChannel, list[str]]
+
+
+def test_who_holds_the_key_is_served_again_and_again(guarded: Guarded) -> None:
+    side, told = guarded
+    for _ in range(3):
+        assert query_peers(HOST, side.port, LONG_S, KEY) == HELLO
+        assert query_stats(HOST, side.port, LONG_S, KEY) == {"free": 1}
+    cancel_transfer(HOST, side.port, "t", LONG_S, KEY)
+    assert told == ["t"]
+    side.stop()
+    again = SideChannel(HOST, side.port, dict, HELLO, auth=KEY)
+    again.start()
+    try:
+        assert query_peers(HOST, side.port, LONG_S, KEY) == HELLO
+    finally:
+        again.stop()
+
+
+@pytest.mark.parametrize("auth", [None, OTHER_KEY], ids=["no key", "another key"])
+def test_a_stranger_gets_nothing_starts_nothing_and_is_counted(
+    guarded: Guarded, auth: AuthKey | None
+) -> None:
+    side, told = guarded
+    asks: list[Callable[[], object]] = [
+        lambda: query_peers(HOST, side.port, 100 * LONG_S, auth),
+        lambda: query_stats(HOST, side.port, 100 * LONG_S, auth),
+        lambda: cancel_transfer(HOST, side.port, "t", 100 * LONG_S, auth),
+    ]
+    for ask in asks:
+        with pytest.raises(PeerIncompatibleError, match="wrong or missing auth key"):
+            ask()
+    assert not told
+    eventually(lambda: side.counters()["refused"] >= 3)
+    assert side.counters()["questions"] == 0
+    assert query_peers(HOST, side.port, LONG_S, KEY) == HELLO
+
+
+def test_a_key_on_the_asking_side_alone(channel: SideChannel) -> None:
+    with pytest.raises(PeerIncompatibleError, match="wrong or missing auth key"):
+        query_peers(HOST, channel.port, 100 * LONG_S, KEY)
+    assert query_peers(HOST, channel.port, LONG_S) == HELLO
+
+
+def test_the_right_listener_but_a_key_pair_of_ones_own(guarded: Guarded) -> None:
+    """Who has found out the listener's public key has still not the key."""
+    side, _ = guarded
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        KEY.guard_client(client)
+        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        client.connect(f"tcp://{HOST}:{side.port}")
+        client.send_multipart([b"", msgspec.msgpack.encode(Question("hello"))])
+        eventually(lambda: side.counters()["refused"] == 1)
+        assert not client.poll(0)
+    assert side.counters()["questions"] == 0
+
+
+def test_bytes_of_another_protocol_at_a_guarded_listener(guarded: Guarded) -> None:
+    side, _ = guarded
+    for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"", b"\xff" + b"\x00" * 63):
+        with socket.create_connection((HOST, side.port), LONG_S) as plain:
+            plain.sendall(data)
+    assert query_peers(HOST, side.port, LONG_S, KEY) == HELLO

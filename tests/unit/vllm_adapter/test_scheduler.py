@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
 
 from kvpush.vllm.fingerprint import fingerprint
 from kvpush.vllm.messages import NO_BLOCK
-from kvpush.vllm.scheduler import GroupShape, SchedulerSide
+from kvpush.vllm.scheduler import MAX_CANCELS, GroupShape, SchedulerSide
 from tests.unit.vllm_adapter.fakes import (
     BLOCK,
     consume,
@@ -333,3 +334,64 @@ def test_passed_window_blocks_are_holes() -> None:
     finish(side, request, "FINISHED_STOPPED", 40, [[1, 2, 3], [0, 0, 3]])
     (offer,) = side.take_orders().offers
     assert offer.blocks == ((0, [1, 2, 3]), (0, [NO_BLOCK, NO_BLOCK, 3]))
+
+
+# --- cancelled by the router ------------------------------------------------------------------
+
+
+def test_a_held_prefill_that_was_cancelled_is_taken_back(side: SchedulerSide) -> None:
+    request, other = make_request("a", params=produce()), make_request("b", params=produce())
+    other.kv_transfer_params = produce(transfer_id="another")
+    for each in (request, other):
+        admit(side, each)
+        finish(side, each, "FINISHED_LENGTH_CAPPED", 40)
+    side.take_orders()
+    side.cancel("t")
+    assert side.needs_step()
+    (withdrawal,) = side.take_orders().withdrawals
+    assert (withdrawal.request_id, withdrawal.transfer_id) == ("a", "t")
+    assert withdrawal.reason == "cancelled"
+    assert side.stats()["held"] == 2, "until the workers say that nothing reads it any more"
+    side.worker_output({"a", "b"}, None)
+    assert at_rest(side)
+
+
+def test_a_prefill_that_ends_after_it_was_cancelled_is_not_offered(side: SchedulerSide) -> None:
+    request = make_request(params=produce())
+    admit(side, request)
+    side.cancel("t")
+    assert finish(side, request, "FINISHED_LENGTH_CAPPED", 40) == (False, None)
+    orders = side.take_orders()
+    assert not orders.offers
+    assert [w.reason for w in orders.withdrawals] == ["cancelled"]
+    assert at_rest(side)
+
+
+def test_offered_and_cancelled_in_one_step(side: SchedulerSide) -> None:
+    request = make_request(params=produce())
+    admit(side, request)
+    assert finish(side, request, "FINISHED_LENGTH_CAPPED", 40)[0]
+    side.cancel("t")
+    orders = side.take_orders()
+    assert [o.request_id for o in orders.offers] == [w.request_id for w in orders.withdrawals]
+
+
+def test_a_cancelled_transfer_is_forgotten_in_time(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side.cancel("t")
+    assert at_rest(side)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    request = make_request(params=produce())
+    admit(side, request)
+    assert finish(side, request, "FINISHED_LENGTH_CAPPED", 40)[0], "the id may be used again"
+
+
+def test_any_number_of_cancels_is_bounded(side: SchedulerSide) -> None:
+    for batch in range(3):
+        for number in range(MAX_CANCELS):
+            side.cancel(f"{batch}-{number}")
+        side.take_orders()
+    assert len(side._cancelled) == MAX_CANCELS
+    assert not side._cancels

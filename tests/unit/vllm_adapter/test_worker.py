@@ -339,6 +339,16 @@ def test_withdrawals_use_a_ticket_of_their_own(rig: Rig) -> None:
     assert rig.engine.withdrawn == [(1, "producer_aborted", "t", b"f" * 16)]
 
 
+def test_a_withdrawal_of_an_offer_uses_its_ticket(rig: Rig) -> None:
+    rig.orders(offers=[Offer("a", "t", b"f" * 16, ((0, [1]),), 16, True)])
+    rig.orders(withdrawals=[Withdrawal("t", b"f" * 16, "cancelled", "a")])
+    assert rig.engine.withdrawn == [(1, "cancelled", "t", b"f" * 16)]
+    assert rig.tables(), "held until the native engine says that nothing reads it any more"
+    rig.engine.events = [FakeEvent("send_failed", 1, "cancelled")]
+    assert rig.side.take_results().sent == {"a"}
+    assert not rig.tables()
+
+
 def test_interleaved_tokens_move_as_whole_blocks() -> None:
     rig = Rig(whole_blocks=True)
     try:
