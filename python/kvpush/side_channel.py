@@ -45,11 +45,11 @@ _MAX_ANSWER_BYTES = 256 << 20
 """1,024 ranks with 4,096 regions of about 60 bytes each."""
 _MAX_RANKS = 1024
 
-_REFUSALS = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-)
+_HUNG_UP = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+"""The other side has hung up in the handshake: it does not like us, or it is just being started anew
+or has too many connections. ZMQ tries again after a tenth of a second."""
+_REFUSALS = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | _HUNG_UP
+_MOST_REFUSALS = 3
 
 _NOBODY = zmq.Event.CLOSED
 """An attempt to connect has failed: ZMQ itself would try again until the time is up."""
@@ -158,6 +158,7 @@ def _ask(
     host: str, port: int, question: Question, timeout_s: float, auth: AuthKey | None
 ) -> _Reply:
     deadline = time.monotonic() + timeout_s
+    refusals = 0
     with _client_socket(auth) as (client, monitor):
         try:
             socket.getaddrinfo(host.strip("[]"), port)  # of names ZMQ says nothing
@@ -173,9 +174,12 @@ def _ask(
             if client in ready:
                 return _decode_reply(host, port, client.recv())
             if monitor in ready:
-                if parse_monitor_message(monitor.recv_multipart())["event"] == _NOBODY:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                if event == _NOBODY:
                     raise _unreachable(host, port, "can't be reached: nobody listens there")
-                raise PeerIncompatibleError(_refusal(host, port, auth))
+                refusals += 1 if event == _HUNG_UP else _MOST_REFUSALS
+                if refusals >= _MOST_REFUSALS:
+                    raise PeerIncompatibleError(_refusal(host, port, auth))
     raise _unreachable(host, port, f"did not answer within {timeout_s:g} s")
 
 

@@ -107,6 +107,7 @@ class SideChannel:
         self._questions = 0
         self._bad_questions = 0
         self._refused = 0
+        self._hung_up = 0
 
     def start(self) -> None:
         """Bind and listen.
@@ -172,6 +173,7 @@ class SideChannel:
             "questions": self._questions,
             "bad_questions": self._bad_questions,
             "refused": self._refused,
+            "hung_up": self._hung_up,
         }
 
     def stop(self) -> None:
@@ -222,7 +224,8 @@ class SideChannel:
                 if event == _CAME:
                     self._connections += 1
                 elif event == _LEFT:
-                    self._connections -= 1
+                    # Of a client hung up on, this may come after the listener's own end.
+                    self._connections = max(0, self._connections - 1)
                 elif event == _CLOSED:
                     self._connections = 0  # ZMQ hangs up on the clients of a closed listener
                     self._is_open = False
@@ -254,6 +257,7 @@ class SideChannel:
                     self._connections,
                 )
                 self._is_closing = True
+                self._hung_up += 1
                 listener.unbind(self._endpoint)
         except zmq.ZMQError as error:
             logger.debug("Side channel: %s", error)  # tried again at the next look

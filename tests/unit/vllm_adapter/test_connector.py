@@ -94,6 +94,20 @@ def test_metadata_pickles() -> None:
     assert pickle.loads(pickle.dumps(Handshake(b"x", 5))) == Handshake(b"x", 5)
 
 
+def test_the_scheduler_side_reports_refused_clients_once() -> None:
+    role = module._SchedulerRole.__new__(module._SchedulerRole)
+    counters = {"refused": 0}
+    role.channel = SimpleNamespace(counters=lambda: counters)  # type: ignore[assignment]
+    role._refused_told = 0
+    connector: Any = KvPushConnector.__new__(KvPushConnector)
+    connector._scheduler, connector._worker = role, None
+    assert connector.get_kv_connector_stats() is None
+    counters["refused"] = 3
+    stats = connector.get_kv_connector_stats()
+    assert stats.aggregate(KvPushStats()).reduce()["Side channel clients refused"] == 3
+    assert connector.get_kv_connector_stats() is None
+
+
 def test_the_plugin_may_be_loaded_again() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -170,11 +184,13 @@ def test_prometheus_metrics() -> None:
     stats = KvPushStats()
     stats.record(FakeEvent("sent", bytes=4096, descriptors=2))  # type: ignore[arg-type]
     stats.record_failure("deadline")
+    stats.record_refused_clients(2)
     metrics.observe(stats.data)
     labels = {"engine": "0"}
     assert registry.get_sample_value("vllm:kvpush_bytes_sent_sum", labels) == 4096
     failed = registry.get_sample_value("vllm:kvpush_failed_total", {**labels, "reason": "deadline"})
     assert failed == 1
+    assert registry.get_sample_value("vllm:kvpush_refused_clients_total", labels) == 2
 
 
 # --- checks at start --------------------------------------------------------------------------

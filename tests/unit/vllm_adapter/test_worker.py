@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError
 from kvpush.vllm import endpoints as endpoints_module
 from kvpush.vllm.device_events import StepEvents
@@ -32,7 +33,13 @@ def eventually(condition: Callable[[], Any]) -> Any:
 class Rig:
     """A worker side over a fake engine, with the side channel of a producer."""
 
-    def __init__(self, events: StepEvents | None = None, **facts: Any) -> None:
+    def __init__(
+        self,
+        events: StepEvents | None = None,
+        auth: AuthKey | None = None,
+        channel_auth: AuthKey | None = None,
+        **facts: Any,
+    ) -> None:
         self.engine = FakeEngine()
         defaults: dict[str, Any] = {
             "engine_id": "d",
@@ -46,11 +53,11 @@ class Rig:
             "drain_s": 1.0,
         }
         self.side = WorkerSide(
-            WorkerFacts(**{**defaults, **facts}), self.engine, [b"me"], 0, events
+            WorkerFacts(**{**defaults, **facts}), self.engine, [b"me"], 0, events, auth
         )
         self.step = 0
         hello = HelloReply(PROTOCOL, "p", "push", 1, 1, [b"rank"])
-        self.channel = SideChannel(HOST, 0, dict, hello)
+        self.channel = SideChannel(HOST, 0, dict, hello, auth=channel_auth)
         self.channel.start()
 
     def orders(self, **orders: Any) -> StepOrders:
@@ -347,6 +354,31 @@ def test_a_withdrawal_of_an_offer_uses_its_ticket(rig: Rig) -> None:
     rig.engine.events = [FakeEvent("send_failed", 1, "cancelled")]
     assert rig.side.take_results().sent == {"a"}
     assert not rig.tables()
+
+
+KEY = AuthKey(b"the key of this deployment")
+
+
+def test_peers_with_one_auth_key_meet() -> None:
+    rig = Rig(auth=KEY, channel_auth=KEY)
+    try:
+        assert rig.granted()
+    finally:
+        rig.channel.stop()
+
+
+@pytest.mark.parametrize("auth", [None, AuthKey(b"the key of another one")])
+def test_a_wrong_auth_key_fails_the_request_and_says_so(
+    auth: AuthKey | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(auth=auth, channel_auth=KEY, discovery_timeout_s=100 * LIMIT_S)
+    rig.engine.on_connect = pytest.fail
+    try:
+        rig.orders(grants=[rig.grant()])
+        assert failure(rig) == "incompatible"
+        assert "wrong or missing auth key" in caplog.text
+    finally:
+        rig.channel.stop()
 
 
 def test_interleaved_tokens_move_as_whole_blocks() -> None:
