@@ -4,11 +4,11 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/support/*.h tests/sim/*.cpp)
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/support/*.h tests/sim/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp)
 PYTEST = python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-fast demo test test-fast cpp-dev cpp-asan-ubsan cpp-tsan bench soak lint format \
+.PHONY: help env env-fast demo test test-fast cpp-dev cpp-asan-ubsan cpp-tsan bench soak fuzz lint format \
 	wheel clean distclean
 
 help:  ## this list
@@ -37,6 +37,10 @@ bench: env  ## all benchmarks; results go to build/bench
 
 soak: env  ## long randomized runs and load tests
 	$(PYTEST) --soak -m soak
+
+FUZZ_S ?= 300
+fuzz: env-fast  ## the fuzz targets, FUZZ_S seconds each; FUZZ_ONLY="message engine" picks some
+	@scripts/fuzz.sh $(FUZZ_S) $(FUZZ_ONLY)
 
 lint: env-fast  ## formatters, linters, type checkers
 	@scripts/lint.sh

@@ -218,7 +218,7 @@ void write_reason(WireWriter& out, Reason reason, const std::string& detail) {
 void read_reason(WireReader& in, Reason& reason, std::string& detail) {
   reason = static_cast<Reason>(in.u8());
   detail = in.string(kMaxDetailBytes);
-  if (static_cast<int>(reason) >= kReasonCount) {
+  if (reason == Reason::kNone || static_cast<int>(reason) >= kReasonCount) {
     in.fail();
   }
 }

@@ -46,8 +46,8 @@ _MAX_ANSWER_BYTES = 256 << 20
 _MAX_RANKS = 1024
 
 _HUNG_UP = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-"""The other side has hung up in the handshake: it does not like us, or it is just being started anew
-or has too many connections. ZMQ tries again after a tenth of a second."""
+"""The other side has hung up in the handshake: it does not like us, or it is being started anew,
+or it has too many connections. ZMQ tries again after a tenth of a second."""
 _REFUSALS = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | _HUNG_UP
 _MOST_REFUSALS = 3
 

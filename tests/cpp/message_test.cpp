@@ -182,6 +182,13 @@ TEST(Message, AnotherVersionIsNamed) {
   EXPECT_NE(parse_message(bytes).message().find("version 9"), std::string::npos);
 }
 
+TEST(Message, FailureWithoutAReasonIsNoMessage) {
+  const Message whole{1, FailedMessage{2, Reason::kCancelled, "why"}};
+  EXPECT_TRUE(parse_message(encode_message(whole)).is_ok());
+  const Message bare{1, FailedMessage{2, Reason::kNone, "why"}};
+  EXPECT_FALSE(parse_message(encode_message(bare)).is_ok());
+}
+
 TEST(Message, ZeroIsNoSessionAndNoAttempt) {
   EXPECT_FALSE(parse_message(encode_message({0, KeepaliveMessage{}})).is_ok());
   EXPECT_FALSE(parse_message(encode_message({1, RevokeMessage{0}})).is_ok());
