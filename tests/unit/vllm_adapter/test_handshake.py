@@ -192,7 +192,7 @@ def test_slow_and_silent_clients_delay_nobody(channel: SideChannel) -> None:
         assert query_peers(HOST, channel.port, SHORT_S * 10) == HELLO
 
 
-def test_a_client_that_asks_and_never_reads_gets_a_bounded_number_of_answers(
+def test_a_client_that_asks_and_never_reads_holds_nobody_up(
     channel: SideChannel,
 ) -> None:
     question = msgspec.msgpack.encode(Question("hello"))
