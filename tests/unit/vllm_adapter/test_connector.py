@@ -121,7 +121,7 @@ def test_each_connector_has_a_mode_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     made: list[tuple[str, str]] = []
 
     def role(side: str) -> Any:
-        return lambda *arguments: made.append((side, arguments[-1]))
+        return lambda *arguments: made.extend((side, a) for a in arguments if isinstance(a, str))
 
     monkeypatch.setattr(module, "_SchedulerRole", role("scheduler"))
     monkeypatch.setattr(module, "_WorkerRole", role("worker"))
