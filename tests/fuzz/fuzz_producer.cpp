@@ -78,7 +78,7 @@ class ProducerScript {
         return revoke(from, {1 + in.below(6)});
       }
       case 6:
-        return producer_.on_peer_lost(consumer(in), now_, actions_);
+        return producer_.on_peer_lost(consumer(in), now_, now_, actions_);
       case 7: {
         static constexpr DurationNs kSteps[] = {kMillisecond, 6 * kSecond, 125 * kSecond,
                                                 250 * kSecond};
