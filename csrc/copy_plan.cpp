@@ -191,7 +191,8 @@ class CopyPlanner::Impl {
     for (const GeometryClass::Member& member : entry.geometry_class.members) {
       const PairGeometry& geometry = entry.geometry_class.geometries[member.geometry];
       // More components than K and V are the elements of keys that are kept transposed.
-      count += geometry.layers * (geometry.components == kKeysAndValues ? kKeysAndValues : 1);
+      const std::uint64_t layers = geometry.layers;
+      count += layers * (geometry.components == kKeysAndValues ? kKeysAndValues : 1);
     }
     return count * entry.geometry_class.bases.size();
   }

@@ -14,7 +14,7 @@ from bench.harness.workload import distinct, mixed
 PREEMPTIONS = "vllm:num_preemptions_total"
 
 # A preemption on the prefill engine needs a decode there to grow at the right moment.
-MOST_ROUNDS = 6
+MOST_ROUNDS = 4
 
 
 def test_chunked_prefill(small_pair, reference):
@@ -67,20 +67,22 @@ def check_preemption_on_prefill(pair, reference):
     producer = pair.producers[0]
     before = producer.metric(PREEMPTIONS)
     for turn in range(MOST_ROUNDS):
-        # Decodes on the prefill engine grow while prefills of long prompts are under way.
+        # Decodes on the prefill engine grow until they hold nearly all of its pool, while prefills
+        # of long prompts come and go.
         growing = distinct(3, 100, max_tokens=380, seed=910 + turn)
-        requests = distinct(6, 600, seed=930 + turn)
-        expected = reference.answers(requests)
+        waves = [distinct(6, 600, seed=930 + 10 * turn + wave) for wave in range(4)]
+        expected = [reference.answers(requests) for requests in waves]
 
-        async def scenario(growing=growing, requests=requests):
+        async def prefills(waves=waves):
+            return [await pair.send_all(requests) for requests in waves]
+
+        async def scenario(growing=growing, prefills=prefills):
             async with Client() as client:
-                return await asyncio.gather(
-                    pair.send_all(requests),
-                    client.complete_all(producer.url, growing),
-                )
+                return await asyncio.gather(prefills(), client.complete_all(producer.url, growing))
 
         got, _ = asyncio.run(scenario())
-        require_equal(requests, expected, got)
+        for wave in zip(waves, expected, got, strict=True):
+            require_equal(*wave)
         if producer.metric(PREEMPTIONS) > before:
             return
     raise AssertionError(f"no preemption on the prefill engine in {MOST_ROUNDS} rounds")
