@@ -6,6 +6,7 @@ No merging, no cleverness: every byte of every (token, head) is looked up on its
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -123,11 +124,11 @@ class Memory:
     buffer: Content
     regions: list[_core.Region] = field(default_factory=list)
 
-    @property
+    @cached_property
     def base(self) -> int:
         return int(self.buffer.ctypes.data)
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.base + self.buffer.size
 

@@ -12,6 +12,17 @@ from kvpush import _core
 from .oracle import HOLE, Blocks, Memory
 
 AXES = ("block", "page", "token", "component", "head", "layer")
+# From the innermost axis out, as tensors have them: K and V inside the block, or in two halves of
+# the pool; the layers in one tensor inside the block, or one after the other.
+REAL_ORDERS = (
+    ("head", "token", "component", "page", "block", "layer"),
+    ("token", "head", "component", "page", "block", "layer"),
+    ("head", "token", "page", "block", "component", "layer"),
+    ("token", "page", "block", "head", "component", "layer"),
+    ("component", "token", "page", "head", "layer", "block"),
+    ("head", "token", "component", "page", "layer", "block"),
+    ("token", "head", "page", "component", "layer", "block"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Layout:
     slots: str  # the layers' places in it: "straight", "reversed", or "gap" (one place is empty)
     packed: bool  # components inside the element, where there are two
     transposed: bool  # keys as [byte][token], where they are split and the tokens are innermost
+    values_first: bool  # V before K, where they are split
     spare_blocks: int
     device: bool
 
@@ -136,10 +148,12 @@ def attention_regions(
             if layout.transposed and layout.order[0] == "token" and strides["token"] == element:
                 key_components, key_element = element, 1
                 key_strides = strides | {"token": 1, "component": page}
-            behind = start + strides["component"]
+            keys, values = start, start + strides["component"]
+            if layout.values_first:
+                keys, values = values, keys
             shapes = [
-                (f"{layer.name}/k", start, key_components, key_element, key_strides),
-                (f"{layer.name}/v", behind, 1, element, strides),
+                (f"{layer.name}/k", keys, key_components, key_element, key_strides),
+                (f"{layer.name}/v", values, 1, element, strides),
             ]
         regions += [
             _core.Region(
@@ -244,23 +258,7 @@ def build_ranks(
 @st.composite
 def layouts(draw: st.DrawFn, *, plain: bool) -> Layout:
     pages = draw(st.sampled_from([1, 1, 2, 3]))
-    # "layer" within a block, or outermost, as real tensors have it; other orders now and then.
-    order = draw(
-        st.one_of(
-            st.sampled_from(
-                [
-                    ("head", "token", "component", "page", "block", "layer"),
-                    ("token", "head", "component", "page", "block", "layer"),
-                    ("head", "token", "page", "block", "component", "layer"),
-                    ("token", "page", "block", "head", "component", "layer"),
-                    ("component", "token", "page", "head", "layer", "block"),
-                    ("head", "token", "component", "page", "layer", "block"),
-                    ("token", "head", "page", "component", "layer", "block"),
-                ]
-            ),
-            st.permutations(AXES).map(tuple),
-        )
-    )
+    order = draw(st.one_of(st.sampled_from(REAL_ORDERS), st.permutations(AXES).map(tuple)))
     padded = not plain and draw(st.booleans())
     padding = draw(st.tuples(*[st.sampled_from([0, 0, 0, 1, 3])] * 6)) if padded else (0,) * 6
     return Layout(
@@ -272,6 +270,7 @@ def layouts(draw: st.DrawFn, *, plain: bool) -> Layout:
         slots=draw(st.sampled_from(["straight", "straight", "gap", "reversed"])),
         packed=draw(st.booleans()),
         transposed=draw(st.booleans()),
+        values_first=draw(st.booleans()),
         spare_blocks=draw(st.integers(0, 3)),
         device=draw(st.sampled_from([False, False, True])),
     )
@@ -356,15 +355,26 @@ def block_lists(
 
 
 @st.composite
-def requests(
-    draw: st.DrawFn, layers: list[Layer], producer: Side, consumer: Side, seed: int
-) -> tuple[Request, list[int], list[int]]:
-    """A request, and the pool sizes of both sides by the model's groups."""
+def prompts(draw: st.DrawFn) -> tuple[int, range]:
+    """A number of tokens, and the span of them that is asked for."""
     # Drawn from lists: left to itself, hypothesis prefers prompts of next to nothing.
     tokens = draw(st.sampled_from([1, 7, 16, 24, 29, 35, 40]))
     begin = draw(st.one_of(st.sampled_from([0, 0, 1]), st.integers(0, tokens)))
     end = draw(st.one_of(st.sampled_from([tokens, tokens, tokens - 1]), st.integers(0, tokens)))
-    span = range(begin, max(begin, end))
+    return tokens, range(begin, max(begin, end))
+
+
+@st.composite
+def requests(
+    draw: st.DrawFn,
+    layers: list[Layer],
+    producer: Side,
+    consumer: Side,
+    seed: int,
+    prompt: tuple[int, range],
+) -> tuple[Request, list[int], list[int]]:
+    """A request, and the pool sizes of both sides by the model's groups."""
+    tokens, span = prompt
     groups = len(producer.groups)
     tables: list[list[Blocks]] = [[Blocks(0, [])] * groups, [Blocks(0, [])] * groups]
     pools: list[list[int]] = [[], []]
@@ -406,10 +416,55 @@ def worlds(draw: st.DrawFn) -> World:
     producer = draw(sides(layers, None))
     consumer = draw(sides(layers, producer))
     seed = draw(st.integers(0, 1 << 20))
-    request, producer_pool, consumer_pool = draw(requests(layers, producer, consumer, seed))
+    request, producer_pool, consumer_pool = draw(
+        requests(layers, producer, consumer, seed, draw(prompts()))
+    )
     world = World(layers, producer, consumer, request)
     # A state that is not shared belongs to one rank of as many on the other side.
     shared = producer.tp != consumer.tp or draw(st.booleans())
     world.producers = build_ranks(producer, layers, producer_pool, seed, shared_state=shared)
     world.consumers = build_ranks(consumer, layers, consumer_pool, seed + 1, shared_state=shared)
+    return world
+
+
+@st.composite
+def halves(draw: st.DrawFn) -> World:
+    """K and V as regions of their own, inside the blocks, and close to alike on both sides."""
+    heads, size = draw(st.sampled_from([2, 4])), draw(st.integers(1, 4))
+    count = draw(st.integers(1, 3))
+    layers = [Layer(f"layer.{i}", "attention", 0, heads, 2, size, split=True) for i in range(count)]
+    order = draw(
+        st.sampled_from([o for o in REAL_ORDERS if o.index("component") < o.index("block")])
+    )
+    layout = Layout(
+        tokens_per_block=draw(st.sampled_from([2, 4, 8])),
+        pages=draw(st.sampled_from([1, 1, 2])),
+        order=order,
+        padding=(0,) * len(AXES),
+        joined=draw(st.booleans()),
+        slots="straight",
+        packed=False,
+        transposed=draw(st.booleans()),
+        values_first=draw(st.booleans()),
+        spare_blocks=2,
+        device=False,
+    )
+    # One thing that keeps them apart, or lets fewer of them join, or none.
+    odd = draw(st.sampled_from(["", "transposed", "values_first", "component", "head"]))
+    other = replace(
+        layout,
+        transposed=layout.transposed != (odd == "transposed"),
+        values_first=layout.values_first != (odd == "values_first"),
+        padding=tuple(int(axis == odd) for axis in order),
+    )
+    own = [layout, other] if draw(st.booleans()) else [other, layout]
+    tp = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]))
+    producer, consumer = (Side(n, 1, None, (0,), (one,)) for n, one in zip(tp, own, strict=True))
+    whole = draw(st.sampled_from([True, True, False]))
+    prompt = (16, range(16)) if whole else draw(prompts())
+    seed = draw(st.integers(0, 1 << 20))
+    request, producer_pool, consumer_pool = draw(requests(layers, producer, consumer, seed, prompt))
+    world = World(layers, producer, consumer, request)
+    world.producers = build_ranks(producer, layers, producer_pool, seed, shared_state=True)
+    world.consumers = build_ranks(consumer, layers, consumer_pool, seed + 1, shared_state=True)
     return world
