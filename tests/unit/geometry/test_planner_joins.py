@@ -1,0 +1,123 @@
+"""What joins up and what must not, in layouts too rare for the random worlds to meet them."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from kvpush import _core
+
+ELEMENT = 4
+TOKENS = 4  # a block
+CONSUMER, PRODUCER = 1 << 40, 1 << 44
+
+Table = list[tuple[int, list[int]]]
+
+
+def region(base: int, layer: str = "layer", **fields: Any) -> _core.Region:
+    """One head, blocks of four tokens that lie one after the other, unless told otherwise."""
+    plain = {
+        "dtype": "x",
+        "block_stride": TOKENS * ELEMENT,
+        "num_blocks": 8,
+        "tokens_per_block": TOKENS,
+        "tokens_per_page": TOKENS,
+        "token_stride": ELEMENT,
+        "heads": 1,
+        "total_heads": 1,
+        "element_bytes": ELEMENT,
+    }
+    return _core.Region(layer=layer, base=base, **{**plain, **fields})
+
+
+def make_plan(
+    producer: list[_core.Region], consumer: list[_core.Region], span: tuple[int, int], table: Table
+) -> _core.CopyPlan:
+    """Each region to the one of its place, blocks of the same ids on both sides."""
+    pairs = [(i, i, 0, 1) for i in range(len(producer))]
+    planner = _core.CopyPlanner(producer, consumer, pairs, local_is_producer=True)
+    return planner.plan(span, table, table)
+
+
+def test_layers_inside_the_tokens_are_one_run_in_blocks_that_are_cut_short() -> None:
+    layers = 3
+    strides = {
+        "token_stride": layers * ELEMENT,
+        "block_stride": layers * TOKENS * ELEMENT,
+    }
+    producer, consumer = (
+        [region(base + i * ELEMENT, f"layer.{i}", **strides) for i in range(layers)]
+        for base in (PRODUCER, CONSUMER)
+    )
+    plan = make_plan(producer, consumer, (1, 6), [(0, [2, 3])])
+    begin = (2 * TOKENS + 1) * layers * ELEMENT
+    assert plan.runs.tolist() == [[PRODUCER + begin, CONSUMER + begin, 5 * layers * ELEMENT]]
+
+
+def test_groups_that_alternate_in_memory_keep_their_own_blocks() -> None:
+    size = TOKENS * ELEMENT
+    producer, consumer = (
+        [region(base + i * size, f"layer.{i}", group=i, block_stride=2 * size) for i in range(2)]
+        for base in (PRODUCER, CONSUMER)
+    )
+    plan = make_plan(producer, consumer, (0, TOKENS), [(0, [1]), (0, [3])])
+    at = [2 * size, 7 * size]
+    assert sorted(plan.runs.tolist()) == [[PRODUCER + a, CONSUMER + a, size] for a in at]
+
+
+def test_groups_are_not_one_run_where_the_blocks_of_one_go_on_from_those_of_the_other() -> None:
+    size = TOKENS * ELEMENT
+    producer, consumer = (
+        [region(base + i * (1 << 20), f"layer.{i}", group=i) for i in range(2)]
+        for base in (PRODUCER, CONSUMER)
+    )
+    for one, other in ((1, 2), (2, 1)):
+        plan = make_plan(producer, consumer, (0, TOKENS), [(0, [one]), (0, [other])])
+        at = [one * size, (1 << 20) + other * size]
+        assert sorted(plan.runs.tolist()) == [[PRODUCER + a, CONSUMER + a, size] for a in at]
+
+
+# Words for four tokens one after the other.
+WORDS: dict[str, dict[str, int]] = {
+    "no pages": {},
+    "pages of two": {"tokens_per_page": 2, "page_stride": 2 * ELEMENT},
+    "pages of one": {"tokens_per_page": 1, "page_stride": ELEMENT, "token_stride": 0},
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(product(WORDS, WORDS)))
+def test_keys_and_values_join_up_whatever_the_words_for_their_layout(
+    ours: str, theirs: str
+) -> None:
+    size = TOKENS * ELEMENT
+    producer, consumer = (
+        [
+            region(base + i * size, f"layer/{half}", block_stride=2 * size, **WORDS[words])
+            for i, half in enumerate("kv")
+        ]
+        for base, words in ((PRODUCER, ours), (CONSUMER, theirs))
+    )
+    plan = make_plan(producer, consumer, (0, 2 * TOKENS), [(0, [1, 2])])
+    begin = 2 * size
+    assert plan.runs.tolist() == [[PRODUCER + begin, CONSUMER + begin, 4 * size]]
+
+
+def test_transposed_keys_count_as_one_descriptor_a_block() -> None:
+    size = TOKENS * ELEMENT
+    transposed = {
+        "components": ELEMENT,
+        "component_stride": TOKENS,
+        "token_stride": 1,
+        "element_bytes": 1,
+    }
+    producer, consumer = (
+        [
+            region(base, "layer/k", block_stride=2 * size, **keys),
+            region(base + size, "layer/v", block_stride=2 * size),
+        ]
+        for base, keys in ((PRODUCER, transposed), (CONSUMER, {}))
+    )
+    plan = make_plan(producer, consumer, (0, 3 * TOKENS), [(0, [1, 2, 3])])
+    assert plan.descriptors_before == 3 * 2
