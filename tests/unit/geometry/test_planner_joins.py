@@ -41,19 +41,30 @@ def make_plan(
     return planner.plan(span, table, table)
 
 
-def test_layers_inside_the_tokens_are_one_run_in_blocks_that_are_cut_short() -> None:
+@pytest.mark.parametrize("times", [1, 2], ids=["equal blocks", "larger blocks"])
+def test_layers_inside_the_tokens_are_one_run_in_blocks_that_are_cut_short(times: int) -> None:
+    """The producer's blocks are `times` those of the consumer."""
     layers = 3
-    strides = {
-        "token_stride": layers * ELEMENT,
-        "block_stride": layers * TOKENS * ELEMENT,
-    }
+    size = layers * ELEMENT  # of a token
     producer, consumer = (
-        [region(base + i * ELEMENT, f"layer.{i}", **strides) for i in range(layers)]
-        for base in (PRODUCER, CONSUMER)
+        [
+            region(
+                base + i * ELEMENT,
+                f"layer.{i}",
+                token_stride=size,
+                block_stride=tokens * size,
+                tokens_per_block=tokens,
+                tokens_per_page=tokens,
+            )
+            for i in range(layers)
+        ]
+        for base, tokens in ((PRODUCER, times * TOKENS), (CONSUMER, TOKENS))
     )
-    plan = make_plan(producer, consumer, (1, 6), [(0, [2, 3])])
-    begin = (2 * TOKENS + 1) * layers * ELEMENT
-    assert plan.runs.tolist() == [[PRODUCER + begin, CONSUMER + begin, 5 * layers * ELEMENT]]
+    pairs = [(i, i, 0, 1) for i in range(layers)]
+    planner = _core.CopyPlanner(producer, consumer, pairs, local_is_producer=True)
+    plan = planner.plan((1, 6), [(0, [2, 3][: 2 // times])], [(0, [2, 3])])
+    from_, to = (PRODUCER + (2 * times * TOKENS + 1) * size, CONSUMER + (2 * TOKENS + 1) * size)
+    assert plan.runs.tolist() == [[from_, to, 5 * size]]
 
 
 def test_groups_that_alternate_in_memory_keep_their_own_blocks() -> None:
