@@ -137,6 +137,21 @@ def test_pages_of_one_token_are_no_pages_to_the_other_sides_pages(words: dict[st
     ]
 
 
+def test_layers_join_up_whose_keys_and_values_alternate_by_token() -> None:
+    layers, token = 3, 2 * ELEMENT
+    strides = {"token_stride": token, "block_stride": layers * TOKENS * token}
+    producer, consumer = (
+        [
+            region(base + i * TOKENS * token + j * ELEMENT, f"layer.{i}/{half}", **strides)
+            for i in range(layers)
+            for j, half in enumerate("kv")
+        ]
+        for base in (PRODUCER, CONSUMER)
+    )
+    plan = make_plan(producer, consumer, (0, TOKENS), [(0, [0])])
+    assert plan.runs.tolist() == [[PRODUCER, CONSUMER, layers * TOKENS * token]]
+
+
 def test_transposed_keys_count_as_one_descriptor_a_block() -> None:
     size = TOKENS * ELEMENT
     transposed = {
