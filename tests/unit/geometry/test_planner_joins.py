@@ -138,11 +138,16 @@ def test_pages_of_one_token_are_no_pages_to_the_other_sides_pages(words: dict[st
 
 
 def test_layers_join_up_whose_keys_and_values_alternate_by_token() -> None:
-    layers, token = 3, 2 * ELEMENT
+    layers, token = 3, 3 * ELEMENT
     strides = {"token_stride": token, "block_stride": layers * TOKENS * token}
     producer, consumer = (
         [
-            region(base + i * TOKENS * token + j * ELEMENT, f"layer.{i}/{half}", **strides)
+            region(
+                base + i * TOKENS * token + j * ELEMENT,
+                f"layer.{i}/{half}",
+                element_bytes=(1 + j) * ELEMENT,  # values are wider
+                **strides,
+            )
             for i in range(layers)
             for j, half in enumerate("kv")
         ]
