@@ -116,17 +116,21 @@ def test_keys_and_values_join_up_whatever_the_words_for_their_layout(
 
 
 @pytest.mark.parametrize(
-    "words", [{}, {"tokens_per_page": 1, "page_stride": 2 * ELEMENT, "token_stride": 0}]
+    "words", [{}, {"tokens_per_page": 1, "page_stride": 3 * ELEMENT, "token_stride": 0}]
 )
 def test_pages_of_one_token_are_no_pages_to_the_other_sides_pages(words: dict[str, int]) -> None:
-    """K and V of a token are neighbours, on the consumer's side in pages with a gap behind."""
-    token = 2 * ELEMENT
+    """A token's V, the wider, lies behind its K; the consumer's pages have a gap behind them."""
+    token = 3 * ELEMENT
     page = 2 * token + 8
     gaps = {"tokens_per_page": 2, "page_stride": page, "block_stride": 2 * page}
     dense = {"block_stride": TOKENS * token}
     producer, consumer = (
         [
-            region(base + i * ELEMENT, f"layer/{half}", **{"token_stride": token, **fields})
+            region(
+                base + i * ELEMENT,
+                f"layer/{half}",
+                **{"token_stride": token, "element_bytes": (1 + i) * ELEMENT, **fields},
+            )
             for i, half in enumerate("kv")
         ]
         for base, fields in ((PRODUCER, {**dense, **words}), (CONSUMER, gaps))
