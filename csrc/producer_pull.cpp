@@ -49,6 +49,7 @@ void Producer::on_read_done(Session from, const ReadDoneMessage& message, TimeNs
   if (ended != tombstones_.end() && ended->second) {
     out.emplace_back(SendAction{from, ConfirmedMessage{message.attempt}});
   } else {
+    add_tombstone(attempt);  // as in on_revoke(): it is told that nothing more comes
     out.emplace_back(SendAction{from, RevokedMessage{message.attempt}});
   }
 }

@@ -340,6 +340,8 @@ TEST_F(PullProducerScript, RepeatedMessagesAreAnsweredAsTheFirstOnes) {
   EXPECT_EQ(take(out), Lines{"to 7: CONFIRMED 100"});
   read_done(kP, 999);
   EXPECT_EQ(take(out), Lines{"to 7: REVOKED 999"});
+  grant(kP, 999);
+  EXPECT_EQ(take(out), Lines{"to 7: REVOKED 999"}) << "what was told to be over stays so";
 }
 
 TEST_F(PullProducerScript, ReadDoneWithoutReadyMeansNothing) {
