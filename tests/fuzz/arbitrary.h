@@ -2,6 +2,9 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
 
 #include "input.h"
 #include "message.h"
@@ -34,9 +37,17 @@ inline BlockTable arbitrary_blocks(Input& in) {
   return table;
 }
 
+inline Attempt arbitrary_attempt(Input& in) {
+  return 1 + in.below(6);
+}
+
+inline Reason arbitrary_reason(Input& in) {
+  return static_cast<Reason>(1 + in.below(kReasonCount - 1));
+}
+
 inline GrantMessage arbitrary_grant(Input& in) {
   GrantMessage grant;
-  grant.attempt = 1 + in.below(6);
+  grant.attempt = arbitrary_attempt(in);
   grant.key = arbitrary_key(in);
   grant.span = arbitrary_span(in);
   grant.blocks = arbitrary_blocks(in);
@@ -45,7 +56,7 @@ inline GrantMessage arbitrary_grant(Input& in) {
 
 inline WrittenMessage arbitrary_written(Input& in) {
   WrittenMessage written;
-  written.attempt = 1 + in.below(6);
+  written.attempt = arbitrary_attempt(in);
   written.span = arbitrary_span(in);
   written.parts = 1 + in.below(3);
   written.part = in.below(written.parts);
@@ -53,36 +64,88 @@ inline WrittenMessage arbitrary_written(Input& in) {
 }
 
 inline FailedMessage arbitrary_failed(Input& in) {
-  return {1 + in.below(6), static_cast<Reason>(1 + in.below(kReasonCount - 1)), "as the peer says"};
+  const Attempt attempt = arbitrary_attempt(in);
+  return {attempt, arbitrary_reason(in), "as the peer says"};
 }
 
-// Any kind but HELLO.
-inline MessageBody arbitrary_body(Input& in, Session receiver) {
-  const Attempt attempt = 1 + in.below(6);
-  const Session to = in.below(8) == 0 ? receiver + 1 : receiver;
-  switch (in.below(11)) {
-    case 0:
-      return WelcomeMessage{to, in.below(4)};
-    case 1:
-      return RefuseMessage{to, "as the peer says", in.below(4)};
-    case 2:
-      return AcceptedMessage{attempt};
-    case 3:
-      return arbitrary_failed(in);
-    case 4:
-      return RevokeMessage{attempt};
-    case 5:
-      return RevokedMessage{attempt};
-    case 6:
-      return KeepaliveMessage{};
-    case 7:
-      return GoodbyeMessage{};
-    case 8:
-    case 9:
-      return arbitrary_written(in);
-    default:
-      return arbitrary_grant(in);
+inline ReadyMessage arbitrary_ready(Input& in) {
+  ReadyMessage ready;
+  ready.attempt = arbitrary_attempt(in);
+  ready.watermark = in.below(33);
+  ready.blocks = arbitrary_blocks(in);
+  return ready;
+}
+
+inline RecallMessage arbitrary_recall(Input& in) {
+  const Attempt attempt = arbitrary_attempt(in);
+  return {attempt, arbitrary_reason(in), "as the peer says"};
+}
+
+inline HelloMessage arbitrary_hello(Input& in, Session to) {
+  HelloMessage hello;
+  hello.to = to;
+  const BytesView info = in.bytes(in.below(32));
+  hello.peer_info.assign(info.begin(), info.end());
+  hello.pairs.resize(in.below(3));
+  hello.fan_out = in.below(3);
+  return hello;
+}
+
+// One of this kind; a kind that is not known here does not compile.
+template <typename Body>
+Body arbitrary_message(Input& in, Session receiver) {
+  const auto session = [&] { return in.below(8) == 0 ? receiver + 1 : receiver; };
+  if constexpr (std::is_same_v<Body, HelloMessage>) {
+    return arbitrary_hello(in, session());
+  } else if constexpr (std::is_same_v<Body, WelcomeMessage>) {
+    const Session to = session();
+    return {to, in.below(4)};
+  } else if constexpr (std::is_same_v<Body, RefuseMessage>) {
+    const Session to = session();
+    return {to, "as the peer says", in.below(4)};
+  } else if constexpr (std::is_same_v<Body, GrantMessage>) {
+    return arbitrary_grant(in);
+  } else if constexpr (std::is_same_v<Body, WrittenMessage>) {
+    return arbitrary_written(in);
+  } else if constexpr (std::is_same_v<Body, FailedMessage>) {
+    return arbitrary_failed(in);
+  } else if constexpr (std::is_same_v<Body, ReadyMessage>) {
+    return arbitrary_ready(in);
+  } else if constexpr (std::is_same_v<Body, RecallMessage>) {
+    return arbitrary_recall(in);
+  } else if constexpr (std::is_empty_v<Body>) {
+    return {};
+  } else {
+    static_assert(sizeof(Body) == sizeof(Attempt), "a kind of message that is not made here");
+    return {arbitrary_attempt(in)};
   }
+}
+
+// Any kind. Every kind of MessageBody is made, so one that is added to it can't be forgotten here.
+inline MessageBody arbitrary_body(Input& in, Session receiver) {
+  constexpr std::size_t kKinds = std::variant_size_v<MessageBody>;
+  const std::uint32_t kind = in.below(kKinds + 4);
+  switch (kind) {  // those with the most in them come more often
+    case kKinds:
+      return arbitrary_written(in);
+    case kKinds + 1:
+      return arbitrary_ready(in);
+    case kKinds + 2:
+    case kKinds + 3:
+      return arbitrary_grant(in);
+    default:
+      break;
+  }
+  return [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+    MessageBody body;
+    ((kIndex == kind
+          ? static_cast<void>(
+                body = arbitrary_message<std::variant_alternative_t<kIndex, MessageBody>>(in,
+                                                                                          receiver))
+          : static_cast<void>(0)),
+     ...);
+    return body;
+  }(std::make_index_sequence<kKinds>());
 }
 
 }  // namespace kvpush::fuzz

@@ -1,6 +1,9 @@
 // A consumer fed any sequence of commands and messages, beside a record of what every writer has
 // said. Blocks must not go back while a writer may still write, nothing ends twice, and whatever
-// the peers do, everything has ended once its times are over.
+// the peers do, everything has ended once its times are over. The first byte picks the mode: in
+// pull, blocks must not go back while a READ into them is in flight, nobody is told that a READ is
+// over while one is, and received means read, told and confirmed.
+#include <algorithm>
 #include <map>
 #include <set>
 #include <utility>
@@ -21,6 +24,11 @@ struct Said {
   std::map<std::pair<TokenSpan, std::uint32_t>, std::set<std::uint32_t>> parts;
   bool ended = false;
   TimeNs fence = 0;  // 0: not lost
+  // Pull.
+  bool accepted = false;
+  bool read = false;  // its READs have ended well
+  bool done = false;  // it was told READ_DONE
+  bool confirmed = false;
 
   bool covers(TokenSpan span) const {
     for (std::uint32_t token = span.begin; token < span.end; ++token) {
@@ -40,13 +48,27 @@ struct Given {
   Attempt attempt = 0;
   TokenSpan span;
   std::map<Session, Said> writers;
+  bool revoked = false;  // REVOKE was said to a writer
+};
+// Pull: READs in flight.
+struct Reads {
+  ReadId id = 0;
+  Ticket ticket = 0;
+  Session from = 0;
 };
 
 class ConsumerScript {
  public:
+  explicit ConsumerScript(bool pull) : pull_(pull), consumer_(config(pull)) {}
+
   void run(Input& in) {
     while (!in.empty()) {
       step(in);
+      carry_out();
+      check_reads();
+    }
+    while (!reads_.empty()) {
+      end_reads(0, Reason::kNone);
       carry_out();
     }
     for (int i = 0; i < 400 && consumer_.live() != 0; ++i) {
@@ -58,24 +80,35 @@ class ConsumerScript {
   }
 
  private:
+  static ConsumerConfig config(bool pull) {
+    ConsumerConfig config;
+    config.reads = pull;
+    return config;
+  }
+
   void step(Input& in) {
-    switch (in.below(10)) {
+    switch (in.below(16)) {
       case 0:
       case 1:
         return grant(in);
       case 2:
         return consumer_.revoke(1 + in.below(16), Reason::kRevoked, now_, actions_);
       case 3: {
-        const AcceptedMessage message{1 + in.below(6)};
-        consumer_.on_accepted(writer(in), message, now_, actions_);
-        return;
+        const AcceptedMessage message{arbitrary_attempt(in)};
+        return accepted(writer(in), message);
       }
-      case 4:
-        return failed(writer(in), arbitrary_failed(in));
-      case 5:
-        return revoked(writer(in), {1 + in.below(6)});
-      case 6:
-        return lose(writer(in), in.flag() ? now_ + kFence : now_);
+      case 4: {
+        const Session from = writer(in);
+        return failed(from, arbitrary_failed(in));
+      }
+      case 5: {
+        const Session from = writer(in);
+        return revoked(from, {1 + in.below(6)});
+      }
+      case 6: {
+        const Session from = writer(in);
+        return lose(from, in.flag() ? now_ + kFence : now_);
+      }
       case 7: {
         static constexpr DurationNs kSteps[] = {kMillisecond, kSecond, 5 * kSecond, 70 * kSecond};
         now_ += kSteps[in.below(4)];
@@ -83,8 +116,30 @@ class ConsumerScript {
       }
       case 8:
         return raw(in);
-      default:
-        return written(writer(in), arbitrary_written(in));
+      case 10:
+      case 11: {
+        ReadyMessage message = arbitrary_ready(in);
+        return ready(writer(in), message);
+      }
+      case 12: {
+        const ConfirmedMessage message{arbitrary_attempt(in)};
+        return confirmed(writer(in), message);
+      }
+      case 13: {
+        const Session from = writer(in);
+        return recall(from, arbitrary_recall(in));
+      }
+      case 14:
+      case 15:
+        if (!reads_.empty()) {
+          const std::size_t which = in.byte() % reads_.size();
+          end_reads(which, in.below(4) == 0 ? Reason::kTransportError : Reason::kNone);
+        }
+        return;
+      default: {
+        const Session from = writer(in);
+        return written(from, arbitrary_written(in));
+      }
     }
   }
   static Session writer(Input& in) { return 1 + in.below(kWriters + 1); }  // or a stranger
@@ -99,7 +154,9 @@ class ConsumerScript {
     command.blocks = drawn.blocks;
     command.deadline = now_ + kDeadline;
     const std::uint32_t mask = in.below(1U << kWriters);
-    Given given{drawn.attempt, drawn.span, {}};
+    Given given;
+    given.attempt = drawn.attempt;
+    given.span = drawn.span;
     for (Session session = 1; session <= kWriters; ++session) {
       if ((mask >> (session - 1) & 1U) != 0) {
         command.writers.push_back(session);
@@ -139,6 +196,37 @@ class ConsumerScript {
     const bool used = consumer_.on_written(from, message, now_, actions_);
     KVPUSH_CHECK(!used || said != nullptr, "a message of no grant has no effect");
   }
+  void accepted(Session from, const AcceptedMessage& message) {
+    if (Said* said = said_by(from, message.attempt)) {
+      said->accepted = true;
+    }
+    consumer_.on_accepted(from, message, now_, actions_);
+  }
+  void ready(Session from, ReadyMessage message) {
+    const bool known = said_by(from, message.attempt) != nullptr;
+    const bool used = consumer_.on_ready(from, message, now_, actions_);
+    KVPUSH_CHECK(!used || (pull_ && known), "READY of no grant has no effect");
+  }
+  void confirmed(Session from, const ConfirmedMessage& message) {
+    Said* said = said_by(from, message.attempt);
+    const bool asked = said != nullptr && said->done;
+    if (asked) {
+      said->confirmed = true;
+    }
+    const bool used = consumer_.on_confirmed(from, message, now_, actions_);
+    KVPUSH_CHECK(!used || asked, "CONFIRMED is the answer to READ_DONE");
+  }
+  void recall(Session from, const RecallMessage& message) {
+    const bool used = consumer_.on_recall(from, message, now_, actions_);
+    KVPUSH_CHECK(!used || (pull_ && said_by(from, message.attempt) != nullptr),
+                 "RECALL of no grant has no effect");
+  }
+  void end_reads(std::size_t which, Reason reason) {
+    const Reads reads = reads_[which];
+    reads_.erase(reads_.begin() + static_cast<std::ptrdiff_t>(which));
+    given_.at(reads.ticket).writers.at(reads.from).read = reason == Reason::kNone;
+    consumer_.on_read_ended(reads.id, reason, {}, {}, now_, actions_);
+  }
   void failed(Session from, const FailedMessage& message) {
     if (Said* said = said_by(from, message.attempt)) {
       said->ended = true;
@@ -177,6 +265,14 @@ class ConsumerScript {
       failed(from, *f);
     } else if (const auto* r = std::get_if<RevokedMessage>(&body)) {
       revoked(from, *r);
+    } else if (const auto* a = std::get_if<AcceptedMessage>(&body)) {
+      accepted(from, *a);
+    } else if (const auto* y = std::get_if<ReadyMessage>(&body)) {
+      ready(from, *y);
+    } else if (const auto* c = std::get_if<ConfirmedMessage>(&body)) {
+      confirmed(from, *c);
+    } else if (const auto* l = std::get_if<RecallMessage>(&body)) {
+      recall(from, *l);
     }
   }
 
@@ -189,9 +285,61 @@ class ConsumerScript {
         } else if (const auto* drop = std::get_if<DropPeerAction>(&action)) {
           lose(drop->peer, now_ + kFence);
         } else if (const auto* send = std::get_if<SendAction>(&action)) {
-          KVPUSH_CHECK(send->to >= 1 && send->to <= kWriters, "only writers are spoken to");
+          check_sent(*send);
+        } else if (const auto* read = std::get_if<ReadAction>(&action)) {
+          begin_reads(*read);
         }
       }
+    }
+  }
+  void begin_reads(const ReadAction& action) {
+    const GrantCommand* grant = consumer_.grant_of(action.read);
+    KVPUSH_CHECK(pull_ && grant != nullptr, "READs have their grant");
+    const Given& given = given_.at(grant->ticket);
+    KVPUSH_CHECK(given.writers.contains(action.from), "READs are from a writer");
+    KVPUSH_CHECK(!given.revoked && !given.writers.at(action.from).done,
+                 "nothing is read after its end was told");
+    KVPUSH_CHECK(!is_reading(grant->ticket, action.from), "READs from one writer are made once");
+    reads_.push_back({action.read, grant->ticket, action.from});
+  }
+  bool is_reading(Ticket ticket, Session from) const {
+    return std::any_of(reads_.begin(), reads_.end(), [&](const Reads& reads) {
+      return reads.ticket == ticket && reads.from == from;
+    });
+  }
+  // What is queued may be posted later: so this is asked between any two events.
+  void check_reads() const {
+    for (const Reads& reads : reads_) {
+      KVPUSH_CHECK(consumer_.grant_of(reads.id) != nullptr, "a grant outlives its READs");
+      const Given& given = given_.at(reads.ticket);
+      const Said& said = given.writers.at(reads.from);
+      KVPUSH_CHECK(
+          !consumer_.may_read(reads.id) || !(given.revoked || said.ended || said.fence != 0),
+          "nothing is posted for a grant that is given up");
+    }
+  }
+  void check_sent(const SendAction& send) {
+    const auto* revoke = std::get_if<RevokeMessage>(&send.body);
+    KVPUSH_CHECK((send.to >= 1 && send.to <= kWriters) || (pull_ && revoke != nullptr),
+                 "only writers are spoken to, or told that they are none");
+    if (const auto* grant = std::get_if<GrantMessage>(&send.body)) {
+      KVPUSH_CHECK(!pull_ || grant->blocks.empty(), "in pull a grant names no blocks");
+    } else if (const auto* done = std::get_if<ReadDoneMessage>(&send.body)) {
+      Said* said = said_by(send.to, done->attempt);
+      KVPUSH_CHECK(said != nullptr && said->read, "READ_DONE means read");
+      said->done = true;
+      check_not_reading(send.to, done->attempt);
+    } else if (revoke != nullptr) {
+      if (said_by(send.to, revoke->attempt) != nullptr) {
+        by_attempt(revoke->attempt)->revoked = true;
+      }
+      check_not_reading(send.to, revoke->attempt);
+    }
+  }
+  void check_not_reading(Session to, Attempt attempt) const {
+    for (const Reads& reads : reads_) {
+      KVPUSH_CHECK(reads.from != to || given_.at(reads.ticket).attempt != attempt,
+                   "READ_DONE and REVOKE promise that nothing is being read");
     }
   }
   void check_end(const EndAction& end) {
@@ -199,17 +347,24 @@ class ConsumerScript {
     KVPUSH_CHECK(end.is_grant && found != given_.end(), "a grant ends once");
     KVPUSH_CHECK((end.end == End::kDone) == (end.reason == Reason::kNone), "an end has its reason");
     for (const auto& [session, said] : found->second.writers) {
-      const bool covers = said.covers(found->second.span);
-      const bool quiet = covers || said.ended || (said.fence != 0 && now_ >= said.fence);
+      KVPUSH_CHECK(!is_reading(end.ticket, session),
+                   "blocks go back when nothing is read into them");
+      const TokenSpan span = found->second.span;
+      const bool has_all = pull_ ? said.confirmed || (span.empty() && said.accepted)  //
+                                 : said.covers(span);
+      const TimeNs fence = pull_ ? 0 : said.fence;
+      const bool quiet = has_all || said.ended || (said.fence != 0 && now_ >= fence);
       KVPUSH_CHECK(quiet, "blocks go back when no writer can write");
-      KVPUSH_CHECK(end.end != End::kDone || covers, "received means all of it");
+      KVPUSH_CHECK(end.end != End::kDone || has_all, "received means all of it");
     }
     given_.erase(found);
   }
 
-  Consumer consumer_{ConsumerConfig{}};
+  bool pull_;
+  Consumer consumer_;
   Actions actions_;
   std::map<Ticket, Given> given_;
+  std::vector<Reads> reads_;
   Ticket next_ticket_ = 1;
   TimeNs now_ = kSecond;
 };
@@ -219,6 +374,6 @@ class ConsumerScript {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   kvpush::fuzz::Input in(data, size);
-  kvpush::fuzz::ConsumerScript().run(in);
+  kvpush::fuzz::ConsumerScript(in.flag()).run(in);
   return 0;
 }

@@ -1,6 +1,6 @@
 // A whole engine, over the simulated fabric, with a peer that says what it likes: HELLOs, messages
 // of any kind under any session, bytes that are none. The engine's own requests end once each, and
-// when the peer has fallen silent its tables are empty.
+// when the peer has fallen silent its tables are empty. The first byte picks the mode.
 #include <map>
 #include <memory>
 #include <string>
@@ -31,11 +31,12 @@ struct Memory {
 
 class EngineScript {
  public:
-  EngineScript() {
+  explicit EngineScript(bool pull) {
     self_ = describe(kSelf, "self", *transport_, memory_);
     peer_ = describe(kPeer, "peer", *stranger_, stranger_memory_);
     (void)stranger_->add_peer(self_.transport_metadata);
     EngineConfig config;
+    config.pull = pull;
     config.producer.granularity_tokens = 4;
     engine_ = std::make_unique<Engine>(*transport_, clock_, *fence_, config, self_);
   }
@@ -54,6 +55,7 @@ class EngineScript {
     KVPUSH_CHECK(counters.handles_in_flight + counters.posts_queued + counters.peers == 0,
                  "nothing is left of a silent peer");
     KVPUSH_CHECK(grants_.empty() && offers_.empty() && connects_.empty(), "every request ends");
+    KVPUSH_CHECK(rewinds_.empty(), "every rewind is answered");
   }
 
  private:
@@ -69,7 +71,7 @@ class EngineScript {
   }
 
   void step(Input& in) {
-    switch (in.below(12)) {
+    switch (in.below(14)) {
       case 0:
         return say(in.bytes(in.byte()));
       case 1:
@@ -85,6 +87,7 @@ class EngineScript {
       case 6: {
         WithdrawCommand command{1 + in.below(16), Reason::kProducerAborted, in.flag(), {}};
         command.key = arbitrary_key(in);
+        latest_rewind_.erase(command.ticket);
         return engine_->handle(std::move(command));
       }
       case 7:
@@ -93,6 +96,8 @@ class EngineScript {
         return pass(in.below(15) * kSecond);
       case 9:
         return welcome();
+      case 10:
+        return rewind(in);
       default:
         return speak(in);
     }
@@ -104,6 +109,7 @@ class EngineScript {
     message.meeting = meeting;
     message.stamp = 1;
     message.echo = echo;
+    message.serving = asked_;
     say(encode_message(message));
   }
   void hello(Input& in) {
@@ -159,9 +165,10 @@ class EngineScript {
     command.offer.ticket = next_++;
     command.offer.key = arbitrary_key(in);
     command.offer.watermark = in.below(17);
+    command.offer.final = in.below(4) != 0;
     command.offer.new_blocks = {GroupBlocks{0, {0, 1, 2, 3}}};
-    command.offer.final = true;
     offers_[command.offer.ticket] = true;
+    keys_[command.offer.ticket] = command.offer.key;
     engine_->handle(std::move(command));
   }
   void grant(Input& in) {
@@ -178,6 +185,36 @@ class EngineScript {
     engine_->handle(std::move(command));
   }
 
+  void rewind(Input& in) {
+    RewindCommand command;
+    command.id = next_++;
+    for (std::uint32_t left = 1 + in.below(2); left != 0; --left) {
+      command.tickets.push_back(1 + in.below(16));
+      latest_rewind_[command.tickets.back()] = command.id;
+    }
+    rewinds_[command.id] = true;
+    engine_->handle(std::move(command));
+  }
+  // Its blocks may be overwritten now; those that are left are offered anew.
+  void rewound(const RewindResult& result) {
+    KVPUSH_CHECK(rewinds_.erase(result.id) == 1, "answered once");
+    for (const Ticket ticket : result.rewound) {
+      KVPUSH_CHECK(offers_.contains(ticket), "what has ended is not offered anew");
+      const auto latest = latest_rewind_.find(ticket);
+      if (latest == latest_rewind_.end() || latest->second != result.id) {
+        continue;  // withdrawn, rewound again, or named twice
+      }
+      latest_rewind_.erase(latest);
+      FencedOfferCommand command;
+      command.offer.ticket = ticket;
+      command.offer.key = keys_.at(ticket);
+      command.offer.watermark = 16;
+      command.offer.new_blocks = {GroupBlocks{0, {3, 2, 1, 0}}};
+      command.offer.final = true;
+      engine_->handle(std::move(command));
+    }
+  }
+
   void pass(DurationNs time) {
     queue_.run_until(queue_.now() + time);
     for (int i = 0; i < 4; ++i) {
@@ -190,8 +227,15 @@ class EngineScript {
         KVPUSH_CHECK((end->is_grant ? grants_ : offers_).erase(end->ticket) == 1, "ends once");
       } else if (const auto* result = std::get_if<ConnectResult>(&event)) {
         KVPUSH_CHECK(connects_.erase(result->id) == 1, "answered once");
+      } else if (const auto* rewind = std::get_if<RewindResult>(&event)) {
+        rewound(*rewind);
       }
     }
+    // Every end that was told gave its blocks back.
+    KVPUSH_CHECK(!(grants_.empty() && offers_.empty()) ||
+                     !fabric_.is_source_in_flight(transport_->life(), memory_.address(),
+                                                  memory_.bytes.size()),
+                 "blocks go back when nothing touches them");
     std::vector<Notification> said;
     (void)stranger_->poll_notifications(said);
     for (const Notification& notification : said) {
@@ -222,7 +266,10 @@ class EngineScript {
   std::unique_ptr<Engine> engine_;
   std::map<Ticket, bool> grants_;
   std::map<Ticket, bool> offers_;
+  std::map<Ticket, TransferKey> keys_;  // of the offers
   std::map<std::uint64_t, bool> connects_;
+  std::map<std::uint64_t, bool> rewinds_;
+  std::map<Ticket, std::uint64_t> latest_rewind_;  // whose result is waited for, to offer anew
   std::uint64_t asked_ = 0;
   std::uint64_t next_ = 1;
 };
@@ -232,6 +279,6 @@ class EngineScript {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   kvpush::fuzz::Input in(data, size);
-  kvpush::fuzz::EngineScript().run(in);
+  kvpush::fuzz::EngineScript(in.flag()).run(in);
   return 0;
 }
