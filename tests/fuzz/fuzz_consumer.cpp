@@ -48,7 +48,11 @@ struct Given {
   Attempt attempt = 0;
   TokenSpan span;
   std::map<Session, Said> writers;
-  bool revoked = false;  // REVOKE was said to a writer
+  bool given_up = false;  // REVOKE was said to a writer that had not done its part
+
+  bool has_all(const Said& said) const {  // pull
+    return said.confirmed || (span.empty() && said.accepted);
+  }
 };
 // Pull: READs in flight.
 struct Reads {
@@ -297,7 +301,7 @@ class ConsumerScript {
     KVPUSH_CHECK(pull_ && grant != nullptr, "READs have their grant");
     const Given& given = given_.at(grant->ticket);
     KVPUSH_CHECK(given.writers.contains(action.from), "READs are from a writer");
-    KVPUSH_CHECK(!given.revoked && !given.writers.at(action.from).done,
+    KVPUSH_CHECK(!given.given_up && !given.writers.at(action.from).done,
                  "nothing is read after its end was told");
     KVPUSH_CHECK(!is_reading(grant->ticket, action.from), "READs from one writer are made once");
     reads_.push_back({action.read, grant->ticket, action.from});
@@ -314,7 +318,7 @@ class ConsumerScript {
       const Given& given = given_.at(reads.ticket);
       const Said& said = given.writers.at(reads.from);
       KVPUSH_CHECK(
-          !consumer_.may_read(reads.id) || !(given.revoked || said.ended || said.fence != 0),
+          !consumer_.may_read(reads.id) || !(given.given_up || said.ended || said.fence != 0),
           "nothing is posted for a grant that is given up");
     }
   }
@@ -330,8 +334,10 @@ class ConsumerScript {
       said->done = true;
       check_not_reading(send.to, done->attempt);
     } else if (revoke != nullptr) {
-      if (said_by(send.to, revoke->attempt) != nullptr) {
-        by_attempt(revoke->attempt)->revoked = true;
+      const Said* said = said_by(send.to, revoke->attempt);
+      Given* given = by_attempt(revoke->attempt);
+      if (said != nullptr && !given->has_all(*said)) {
+        given->given_up = true;
       }
       check_not_reading(send.to, revoke->attempt);
     }
@@ -350,8 +356,7 @@ class ConsumerScript {
       KVPUSH_CHECK(!is_reading(end.ticket, session),
                    "blocks go back when nothing is read into them");
       const TokenSpan span = found->second.span;
-      const bool has_all = pull_ ? said.confirmed || (span.empty() && said.accepted)  //
-                                 : said.covers(span);
+      const bool has_all = pull_ ? found->second.has_all(said) : said.covers(span);
       const TimeNs fence = pull_ ? 0 : said.fence;
       const bool quiet = has_all || said.ended || (said.fence != 0 && now_ >= fence);
       KVPUSH_CHECK(quiet, "blocks go back when no writer can write");
