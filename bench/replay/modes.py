@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.engines.pair import Mode
-from bench.engines.settings import KVPUSH, STOCK_PULL, STOCK_PUSH
+from bench.engines.settings import KVPUSH, KVPUSH_PULL, STOCK_PULL, STOCK_PUSH
 
 # "together": both legs at once; "sequence": the decode leg follows the prefill leg and gets what
 # that one returned; "decode": the decode engine alone.
@@ -14,6 +14,7 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("kvpush-push", KVPUSH, "together"),
+        Mode("kvpush-pull", KVPUSH_PULL, "together"),
         Mode("stock-push", STOCK_PUSH, "together"),
         Mode("stock-pull", STOCK_PULL, "sequence"),
         Mode("none", None, "decode"),
