@@ -12,14 +12,14 @@ namespace {
 constexpr DurationNs kTimerInterval = 5 * kMillisecond;
 // Parts posted in one tick before messages get a turn again.
 constexpr int kPartsPerTick = 4;
+// Messages handled in one tick before posts get a turn again: some 0.1 ms.
+constexpr std::size_t kMessagesPerTick = 256;
 
 EngineConfig with_mode(EngineConfig config) {
   config.consumer.reads = config.pull;
   config.producer.reads = config.pull;
   return config;
 }
-// Messages handled in one tick before posts get a turn again: some 0.1 ms.
-constexpr std::size_t kMessagesPerTick = 256;
 }  // namespace
 
 Engine::Engine(Transport& transport, const Clock& clock, DeviceFence& fence, EngineConfig config,
@@ -196,9 +196,7 @@ void Engine::on(GrantCommand command) {
     return;
   }
   tell_bystanders(command);
-  scratch_.clear();
-  consumer_.grant(std::move(command), now, scratch_);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) { consumer_.grant(std::move(command), now, out); });
 }
 
 // Producer ranks that hold nothing this rank needs (MLA, replicated heads) offer all the same, and
@@ -220,9 +218,8 @@ void Engine::tell_bystanders(GrantCommand& command) {
 }
 
 void Engine::on(RevokeCommand command) {
-  scratch_.clear();
-  consumer_.revoke(command.ticket, Reason::kRevoked, clock_.now(), scratch_);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect(
+      [&](Actions& out) { consumer_.revoke(command.ticket, Reason::kRevoked, clock_.now(), out); });
 }
 
 void Engine::on(FencedOfferCommand command) {
@@ -235,21 +232,20 @@ void Engine::on(FencedOfferCommand command) {
 }
 
 void Engine::deliver(OfferCommand offer) {
-  scratch_.clear();
-  if (stopping_) {
-    producer_.refuse(std::move(offer), Reason::kShutdown, clock_.now(), scratch_);
-  } else {
-    producer_.offer(std::move(offer), clock_.now(), scratch_);
-  }
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) {
+    if (stopping_) {
+      producer_.refuse(std::move(offer), Reason::kShutdown, clock_.now(), out);
+    } else {
+      producer_.offer(std::move(offer), clock_.now(), out);
+    }
+  });
 }
 
-void Engine::on(RewindCommand command) {
-  // What still waits for the accelerator is made known without its KV, so that the offer is there
-  // to be offered anew, or to be ended.
+// Makes offers that still wait for the accelerator known without their KV, which may not be in
+// memory, so that they are there to be offered anew, or to be ended like any other.
+void Engine::deliver_empty(std::span<const Ticket> tickets) {
   for (auto waiting = fences_.begin(); waiting != fences_.end();) {
-    if (std::find(command.tickets.begin(), command.tickets.end(), waiting->offer.ticket) ==
-        command.tickets.end()) {
+    if (std::ranges::find(tickets, waiting->offer.ticket) == tickets.end()) {
       ++waiting;
       continue;
     }
@@ -259,6 +255,10 @@ void Engine::on(RewindCommand command) {
     deliver(std::move(waiting->offer));
     waiting = fences_.erase(waiting);
   }
+}
+
+void Engine::on(RewindCommand command) {
+  deliver_empty(command.tickets);
   for (const Ticket ticket : command.tickets) {
     producer_.rewind(ticket);
   }
@@ -289,25 +289,14 @@ std::uint64_t Engine::fences_passed() const noexcept {
 }
 
 void Engine::on(const WithdrawCommand& command) {
-  // Offers that still wait for the accelerator are not in memory: they are made known as empty, so
-  // that the withdrawal ends them like any other.
-  for (auto waiting = fences_.begin(); waiting != fences_.end();) {
-    if (waiting->offer.ticket != command.ticket) {
-      ++waiting;
-      continue;
-    }
-    waiting->offer.watermark = 0;
-    waiting->offer.final = false;
-    deliver(std::move(waiting->offer));
-    waiting = fences_.erase(waiting);
-  }
+  deliver_empty({&command.ticket, 1});
   const TimeNs now = clock_.now();
-  scratch_.clear();
-  producer_.withdraw(command.ticket, command.reason, now, scratch_);
-  if (command.has_key) {
-    producer_.fail_key(command.key, command.reason, now, scratch_);
-  }
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) {
+    producer_.withdraw(command.ticket, command.reason, now, out);
+    if (command.has_key) {
+      producer_.fail_key(command.key, command.reason, now, out);
+    }
+  });
 }
 
 void Engine::on(ShutdownCommand /*command*/) {
@@ -316,10 +305,10 @@ void Engine::on(ShutdownCommand /*command*/) {
   for (FencedOfferCommand& waiting : std::exchange(fences_, {})) {
     deliver(std::move(waiting.offer));  // refuses it
   }
-  scratch_.clear();
-  producer_.withdraw_all(Reason::kShutdown, now, scratch_);
-  consumer_.revoke_all(Reason::kShutdown, now, scratch_);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) {
+    producer_.withdraw_all(Reason::kShutdown, now, out);
+    consumer_.revoke_all(Reason::kShutdown, now, out);
+  });
   while (!connecting_.empty()) {
     end_connect(connecting_.begin()->first, false, Status::error("the engine is stopping"));
   }
@@ -378,10 +367,8 @@ bool Engine::dispatch(const Notification& notification) {
     return false;
   }
   note_freshness(found->second, message);
-  scratch_.clear();
-  const bool used = on_peer_message(message);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
-  scratch_.clear();
+  bool used = false;
+  collect([&](Actions& out) { used = on_peer_message(message, out); });
   return used;
 }
 
@@ -397,7 +384,7 @@ void Engine::note_freshness(Peer& peer, const Message& message) {
   note_held(peer, message);
 }
 
-bool Engine::on_peer_message(Message& message) {
+bool Engine::on_peer_message(Message& message, Actions& out) {
   const TimeNs now = clock_.now();
   return std::visit(
       [&](auto& body) {
@@ -409,27 +396,27 @@ bool Engine::on_peer_message(Message& message) {
           lose_peer(message.from, "it said goodbye", true);
           return true;
         } else if constexpr (std::is_same_v<Body, AcceptedMessage>) {
-          return consumer_.on_accepted(message.from, body, now, scratch_);
+          return consumer_.on_accepted(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, WrittenMessage>) {
-          return consumer_.on_written(message.from, body, now, scratch_);
+          return consumer_.on_written(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, FailedMessage>) {
-          return consumer_.on_failed(message.from, body, now, scratch_);
+          return consumer_.on_failed(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, RevokedMessage>) {
-          return consumer_.on_revoked(message.from, body, now, scratch_);
+          return consumer_.on_revoked(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, RevokeMessage>) {
-          producer_.on_revoke(message.from, body, now, scratch_);
+          producer_.on_revoke(message.from, body, now, out);
           return true;
         } else if constexpr (std::is_same_v<Body, ReadyMessage>) {
-          return consumer_.on_ready(message.from, body, now, scratch_);
+          return consumer_.on_ready(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, ConfirmedMessage>) {
-          return consumer_.on_confirmed(message.from, body, now, scratch_);
+          return consumer_.on_confirmed(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, RecallMessage>) {
-          return consumer_.on_recall(message.from, body, now, scratch_);
+          return consumer_.on_recall(message.from, body, now, out);
         } else if constexpr (std::is_same_v<Body, ReadDoneMessage>) {
-          producer_.on_read_done(message.from, body, now, scratch_);
+          producer_.on_read_done(message.from, body, now, out);
           return config_.pull;
         } else if constexpr (std::is_same_v<Body, GrantMessage>) {
-          return on_message(message.from, body, message.meeting);
+          return on_message(message.from, body, message.meeting, out);
         } else {
           return on_message(message.from, body);
         }
@@ -516,7 +503,7 @@ bool Engine::on_message(Session from, const RefuseMessage& message) {
   return true;
 }
 
-bool Engine::on_message(Session from, GrantMessage& message, std::uint64_t meeting) {
+bool Engine::on_message(Session from, GrantMessage& message, std::uint64_t meeting, Actions& out) {
   const Peer& peer = peers_.at(from);
   if (stopping_) {
     return false;
@@ -527,7 +514,7 @@ bool Engine::on_message(Session from, GrantMessage& message, std::uint64_t meeti
     return false;
   }
   producer_.on_grant({from, peer.info.engine_id, peer.fan_out}, std::move(message), clock_.now(),
-                     scratch_);
+                     out);
   return true;
 }
 
@@ -568,36 +555,42 @@ void Engine::send(Session to, const MessageBody& body) {
   found->second.last_sent = clock_.now();
 }
 
+// Plans the copy of a job and hands it to its poster. Where that fails nothing is left of it.
+Status Engine::add_copy(Poster& poster, CopyPlanner& planner, const BlockTable& local,
+                        const BlockTable& remote, StateRegions states, PostJob job) {
+  const TimeNs begin = clock_.now();
+  job.plan = poster.take_spare_plan();
+  Status planned = planner.plan_pattern(job.span, local, remote, job.plan, states);
+  if (planned.is_ok()) {
+    job.plan_ns = clock_.now() - begin;
+    totals_.descriptors_planned += job.plan.descriptors_before;
+    poster.add(std::move(job));
+  }
+  return planned;
+}
+
 void Engine::run(PostAction& action) {
   const auto peer = peers_.find(action.to);
   const BlockTable* local = producer_.producer_blocks(action.serve);
   const BlockTable* remote = producer_.consumer_blocks(action.serve);
-  const TimeNs begin = clock_.now();
   PostEnded failed{action.serve, Reason::kPeerLost, "the consumer is gone", {}};
   if (peer != peers_.end() && peer->second.planner != nullptr && local != nullptr) {
     PostJob job;
-    job.plan = poster_.take_spare_plan();
+    job.serve = action.serve;
+    job.to = action.to;
+    job.peer_name = peer->second.name;
+    job.attempt = producer_.attempt_of(action.serve);
+    job.span = action.span;
     const StateRegions states = action.last ? StateRegions::kCopied : StateRegions::kLeftOut;
     const Status planned =
-        peer->second.planner->plan_pattern(action.span, *local, *remote, job.plan, states);
+        add_copy(poster_, *peer->second.planner, *local, *remote, states, std::move(job));
     if (planned.is_ok()) {
-      job.serve = action.serve;
-      job.to = action.to;
-      job.peer_name = peer->second.name;
-      job.attempt = producer_.attempt_of(action.serve);
-      job.span = action.span;
-      job.plan_ns = clock_.now() - begin;
-      totals_.descriptors_planned += job.plan.descriptors_before;
-      poster_.add(std::move(job));
       return;
     }
     failed.reason = Reason::kBadRequest;
     failed.detail = planned.message();
   }
-  scratch_.clear();
-  producer_.on_post_ended(action.serve, failed.reason, failed.detail, failed.stats, clock_.now(),
-                          scratch_);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) { end_post(failed, out); });
 }
 
 void Engine::run(EndAction& action) {
@@ -628,7 +621,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   ++totals_.peers_lost;
   events_.emplace_back(PeerLostEvent{session, why});
   fail_connects(session, Status::error("the producer was lost: " + why));
-  Actions out;
+  Actions out;  // of its own: what is in collect() may lead here
   consumer_.on_peer_lost(session, fence, now, out);
   producer_.on_peer_lost(session, fence, now, out);
   std::move(out.begin(), out.end(), std::back_inserter(actions_));
@@ -636,31 +629,42 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
 
 // --- ticks --------------------------------------------------------------------------------------
 
-bool Engine::step_posts() {
-  const auto may_post = [this](ServeId serve, Session to) {
-    const auto peer = peers_.find(to);
-    // Rule 2, the producer's part: a consumer that may be out of reach may be giving its blocks
-    // back. The time is read anew for each post: this process may have been stopped since the last.
-    return peer != peers_.end() && peer->second.proven != 0 &&
-           clock_.now() - peer->second.proven < config_.peer_timeout && producer_.may_post(serve);
-  };
+// A peer that may be out of reach may be giving its blocks back (rules 2 and 3). The time is read
+// anew for each post: this process may have been stopped since the last.
+bool Engine::is_fresh(TimeNs proof) const {
+  return proof != 0 && clock_.now() - proof < config_.peer_timeout;
+}
+
+void Engine::end_post(PostEnded& post, Actions& out) {
+  producer_.on_post_ended(post.serve, post.reason, std::move(post.detail), post.stats, clock_.now(),
+                          out);
+}
+
+// Posts some parts, and tells the state machine they were for of jobs that have ended.
+bool Engine::step(Poster& poster, const std::function<bool(std::uint64_t, Session)>& may_post,
+                  void (Engine::*end)(PostEnded&, Actions&)) {
   bool progress = false;
   for (int part = 0; part < kPartsPerTick; ++part) {
     ended_.clear();
-    if (!poster_.step(may_post, ended_)) {
+    if (!poster.step(may_post, ended_)) {
       break;
     }
     progress = true;
     for (PostEnded& post : ended_) {
-      scratch_.clear();
-      producer_.on_post_ended(post.serve, post.reason, std::move(post.detail), post.stats,
-                              clock_.now(), scratch_);
       totals_.descriptors_posted += post.stats.descriptors;
-      std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+      collect([&](Actions& out) { (this->*end)(post, out); });
       run_actions();
     }
   }
   return progress;
+}
+
+bool Engine::step_posts() {
+  const auto may_post = [this](ServeId serve, Session to) {
+    const auto peer = peers_.find(to);
+    return peer != peers_.end() && is_fresh(peer->second.proven) && producer_.may_post(serve);
+  };
+  return step(poster_, may_post, &Engine::end_post);
 }
 
 bool Engine::open_fences() {
@@ -677,9 +681,9 @@ bool Engine::open_fences() {
     if (complete.is_ok()) {
       deliver(std::move(next.offer));
     } else {  // nothing can be said of its KV
-      scratch_.clear();
-      producer_.refuse(std::move(next.offer), Reason::kTransportError, clock_.now(), scratch_);
-      std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+      collect([&](Actions& out) {
+        producer_.refuse(std::move(next.offer), Reason::kTransportError, clock_.now(), out);
+      });
     }
     run_actions();
     progress = true;
@@ -717,10 +721,10 @@ void Engine::tick_timers() {
     return;
   }
   next_timers_ = now + kTimerInterval;
-  scratch_.clear();
-  consumer_.on_tick(now, scratch_);
-  producer_.on_tick(now, scratch_);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) {
+    consumer_.on_tick(now, out);
+    producer_.on_tick(now, out);
+  });
   run_actions();
   tick_peers();
   if (!connecting_.empty()) {

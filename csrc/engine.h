@@ -23,8 +23,11 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <variant>
@@ -174,8 +177,8 @@ class Engine {
     TimeNs hello_sent = 0;
     std::uint64_t our_meeting = 0;
     std::unique_ptr<CopyPlanner> reader;  // pull: for READs from it
-    TimeNs held =
-        0;  // pull: it held what it said READY, in this meeting, at this time; 0: not known
+    // Pull: it held what it said READY, in this meeting, at this time of ours; 0: not known.
+    TimeNs held = 0;
     // It is our consumer.
     std::unique_ptr<CopyPlanner> planner;
     std::uint32_t fan_out = 1;
@@ -204,8 +207,8 @@ class Engine {
                   const std::string& claimed_name);
   bool on_message(Session from, const WelcomeMessage& message);
   bool on_message(Session from, const RefuseMessage& message);
-  bool on_message(Session from, GrantMessage& message, std::uint64_t meeting);
-  bool on_peer_message(Message& message);
+  bool on_message(Session from, GrantMessage& message, std::uint64_t meeting, Actions& out);
+  bool on_peer_message(Message& message, Actions& out);
   Result<Peer*> load_peer(const PeerInfo& info, const std::string* claimed_name);
   Status admit(const PeerInfo& info, HelloMessage& message, std::uint64_t meeting,
                const std::string& claimed_name);
@@ -214,7 +217,16 @@ class Engine {
   bool is_named(const std::string& name) const;
 
   // Actions.
+  // Queues what a state machine wants done: `act` is called once, with a list to add to.
+  template <typename Act>
+  void collect(const Act& act) {
+    act(scratch_);
+    std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+    scratch_.clear();
+  }
   void run_actions();
+  Status add_copy(Poster& poster, CopyPlanner& planner, const BlockTable& local,
+                  const BlockTable& remote, StateRegions states, PostJob job);
   void run(SendAction& action);
   void run(PostAction& action);
   void run(ReadAction& action);
@@ -224,11 +236,17 @@ class Engine {
   void lose_peer(Session session, const std::string& why, bool writes_no_more);
 
   // Ticks.
+  bool is_fresh(TimeNs proof) const;
+  void end_post(PostEnded& post, Actions& out);
+  void end_read(PostEnded& post, Actions& out);
+  bool step(Poster& poster, const std::function<bool(std::uint64_t, Session)>& may_post,
+            void (Engine::*end)(PostEnded&, Actions&));
   bool step_posts();
   bool step_reads();
   bool open_fences();
   void settle_rewinds();
   void deliver(OfferCommand offer);
+  void deliver_empty(std::span<const Ticket> tickets);
   void tick_timers();
   void tick_peers();
 

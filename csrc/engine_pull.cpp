@@ -7,11 +7,6 @@
 
 namespace kvpush {
 
-namespace {
-// As for writes: parts posted in one tick before messages get a turn again.
-constexpr int kPartsPerTick = 4;
-}  // namespace
-
 // A producer sends our stamp back in the meeting in which it serves us: it then held what it had
 // said READY, and holds it for as long as we may read after that time.
 void Engine::note_held(Peer& peer, const Message& message) {
@@ -24,58 +19,36 @@ void Engine::note_held(Peer& peer, const Message& message) {
 void Engine::run(ReadAction& action) {
   const auto peer = peers_.find(action.from);
   const GrantCommand* grant = consumer_.grant_of(action.read);
-  const TimeNs begin = clock_.now();
-  Reason reason = Reason::kPeerLost;
-  std::string detail = "the producer is gone";
+  PostEnded failed{action.read, Reason::kPeerLost, "the producer is gone", {}};
   if (peer != peers_.end() && peer->second.reader != nullptr && grant != nullptr) {
     PostJob job;
-    job.plan = reader_.take_spare_plan();
-    const Status planned =
-        peer->second.reader->plan_pattern(grant->span, grant->blocks, action.blocks, job.plan);
+    job.serve = action.read;
+    job.to = action.from;
+    job.peer_name = peer->second.name;
+    job.attempt = grant->attempt;
+    job.span = grant->span;
+    const Status planned = add_copy(reader_, *peer->second.reader, grant->blocks, action.blocks,
+                                    StateRegions::kCopied, std::move(job));
     if (planned.is_ok()) {
-      job.serve = action.read;
-      job.to = action.from;
-      job.peer_name = peer->second.name;
-      job.attempt = grant->attempt;
-      job.span = grant->span;
-      job.plan_ns = clock_.now() - begin;
-      totals_.descriptors_planned += job.plan.descriptors_before;
-      reader_.add(std::move(job));
       return;
     }
-    reason = Reason::kBadRequest;
-    detail = planned.message();
+    failed.reason = Reason::kBadRequest;
+    failed.detail = planned.message();
   }
-  scratch_.clear();
-  consumer_.on_read_ended(action.read, reason, std::move(detail), {}, clock_.now(), scratch_);
-  std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
+  collect([&](Actions& out) { end_read(failed, out); });
+}
+
+void Engine::end_read(PostEnded& post, Actions& out) {
+  consumer_.on_read_ended(post.serve, post.reason, std::move(post.detail), post.stats, clock_.now(),
+                          out);
 }
 
 bool Engine::step_reads() {
   const auto may_read = [this](ReadId read, Session from) {
     const auto peer = peers_.find(from);
-    // Rule 3, the consumer's part: a producer that may be out of reach may be giving its blocks
-    // back. The time is read anew for each post: this process may have been stopped since the last.
-    return peer != peers_.end() && peer->second.held != 0 &&
-           clock_.now() - peer->second.held < config_.peer_timeout && consumer_.may_read(read);
+    return peer != peers_.end() && is_fresh(peer->second.held) && consumer_.may_read(read);
   };
-  bool progress = false;
-  for (int part = 0; part < kPartsPerTick; ++part) {
-    ended_.clear();
-    if (!reader_.step(may_read, ended_)) {
-      break;
-    }
-    progress = true;
-    for (PostEnded& post : ended_) {
-      scratch_.clear();
-      totals_.descriptors_posted += post.stats.descriptors;
-      consumer_.on_read_ended(post.serve, post.reason, std::move(post.detail), post.stats,
-                              clock_.now(), scratch_);
-      std::move(scratch_.begin(), scratch_.end(), std::back_inserter(actions_));
-      run_actions();
-    }
-  }
-  return progress;
+  return step(reader_, may_read, &Engine::end_read);
 }
 
 }  // namespace kvpush

@@ -1,5 +1,6 @@
 #include "message.h"
 
+#include <concepts>
 #include <type_traits>
 
 #include "peer_info.h"
@@ -129,6 +130,21 @@ std::string clipped(const std::string& text) {
 
 // --- one writer and one reader for each kind; the kind's number is its place in MessageBody -----
 
+// A body that says nothing but which attempt it is about.
+template <typename Body>
+concept AttemptOnly = sizeof(Body) == sizeof(Attempt) && requires(Body m) {
+  { m.attempt } -> std::same_as<Attempt&>;
+};
+
+template <AttemptOnly Body>
+void write_body(WireWriter& out, const Body& m) {
+  out.u64(m.attempt);
+}
+template <AttemptOnly Body>
+void read_body(WireReader& in, Body& m) {
+  m.attempt = in.u64();
+}
+
 void write_body(WireWriter& out, const HelloMessage& m) {
   out.u64(m.to);
   out.blob(m.peer_info);
@@ -232,24 +248,6 @@ void read_body(WireReader& in, FailedMessage& m) {
   read_reason(in, m.reason, m.detail);
 }
 
-void write_body(WireWriter& out, const AcceptedMessage& m) {
-  out.u64(m.attempt);
-}
-void read_body(WireReader& in, AcceptedMessage& m) {
-  m.attempt = in.u64();
-}
-void write_body(WireWriter& out, const RevokeMessage& m) {
-  out.u64(m.attempt);
-}
-void read_body(WireReader& in, RevokeMessage& m) {
-  m.attempt = in.u64();
-}
-void write_body(WireWriter& out, const RevokedMessage& m) {
-  out.u64(m.attempt);
-}
-void read_body(WireReader& in, RevokedMessage& m) {
-  m.attempt = in.u64();
-}
 void write_body(WireWriter& /*out*/, const KeepaliveMessage& /*m*/) {}
 void read_body(WireReader& /*in*/, KeepaliveMessage& /*m*/) {}
 void write_body(WireWriter& /*out*/, const GoodbyeMessage& /*m*/) {}
@@ -264,18 +262,6 @@ void read_body(WireReader& in, ReadyMessage& m) {
   m.attempt = in.u64();
   m.watermark = in.u32();
   m.blocks = read_blocks(in);
-}
-void write_body(WireWriter& out, const ReadDoneMessage& m) {
-  out.u64(m.attempt);
-}
-void read_body(WireReader& in, ReadDoneMessage& m) {
-  m.attempt = in.u64();
-}
-void write_body(WireWriter& out, const ConfirmedMessage& m) {
-  out.u64(m.attempt);
-}
-void read_body(WireReader& in, ConfirmedMessage& m) {
-  m.attempt = in.u64();
 }
 void write_body(WireWriter& out, const RecallMessage& m) {
   out.u64(m.attempt);
