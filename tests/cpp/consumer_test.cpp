@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "support/script.h"
+#include "support/machines.h"
 
 namespace kvpush {
 namespace {
@@ -15,20 +15,8 @@ using script::take;
 constexpr Session kP = 7;
 constexpr Session kQ = 8;
 
-class ConsumerScript : public ::testing::Test {
+class ConsumerScript : public script::ConsumerMachine {
  protected:
-  void grant(Ticket ticket, Attempt attempt, std::vector<Session> writers, TokenSpan span = {0, 32},
-             TimeNs deadline = 100 * kSecond) {
-    GrantCommand command;
-    command.ticket = ticket;
-    command.attempt = attempt;
-    command.key = key_of("r");
-    command.span = span;
-    command.blocks = {GroupBlocks{0, {1, 2}}};
-    command.writers = std::move(writers);
-    command.deadline = deadline;
-    consumer.grant(std::move(command), now, out);
-  }
   bool written(Session from, Attempt attempt, TokenSpan span, std::uint32_t part = 0,
                std::uint32_t parts = 1) {
     return consumer.on_written(from, {attempt, span, part, parts}, now, out);
@@ -36,22 +24,6 @@ class ConsumerScript : public ::testing::Test {
   bool accepted(Session from, Attempt attempt) {
     return consumer.on_accepted(from, {attempt}, now, out);
   }
-  bool revoked(Session from, Attempt attempt) {
-    return consumer.on_revoked(from, {attempt}, now, out);
-  }
-  bool failed(Session from, Attempt attempt, Reason reason = Reason::kProducerAborted) {
-    return consumer.on_failed(from, {attempt, reason, ""}, now, out);
-  }
-  void revoke(Ticket ticket) { consumer.revoke(ticket, Reason::kRevoked, now, out); }
-  void lose(Session peer, DurationNs fence) { consumer.on_peer_lost(peer, now + fence, now, out); }
-  void tick(DurationNs later = 0) {
-    now += later;
-    consumer.on_tick(now, out);
-  }
-
-  TimeNs now = kSecond;
-  Actions out;
-  Consumer consumer{ConsumerConfig{}};
 };
 
 TEST_F(ConsumerScript, GrantIsSentToEachWriterAndIsDoneWhenEachHasCoveredIt) {

@@ -26,31 +26,16 @@ class EngineTest : public EngineWorld {
     return {*ranks[ranks.size() - 2], *ranks.back()};
   }
 
-  void expect_end(TestRank& rank, Ticket ticket, End end, Reason reason = Reason::kNone) {
-    const auto ends = rank.take<EndAction>();
-    ASSERT_EQ(ends.size(), 1U);
-    EXPECT_EQ(ends[0].ticket, ticket);
-    EXPECT_EQ(ends[0].end, end) << reason_name(ends[0].reason) << ": " << ends[0].detail;
-    EXPECT_EQ(ends[0].reason, reason) << reason_name(ends[0].reason) << ": " << ends[0].detail;
+  // One block on its way over that fabric, from the first to the second.
+  void begin_transfer(TestRank& a, TestRank& b, DurationNs wait = 60 * kSecond) {
+    meet(b, a);
+    a.offer(6, key_of("r"), {1});
+    b.grant(5, 100, key_of("r"), {4}, {50}, wait);
   }
 };
 
 TEST_F(EngineTest, KvGoesFromOfferToGrant) {
-  meet(d, p);
-  p.fill_block(1, 10);
-  p.fill_block(2, 20);
-  d.fill_block(7, 99);
-  d.grant(5, 100, key_of("r"), {4, 3}, {10});
-  pass(10 * kMillisecond);
-  p.offer(6, key_of("r"), {1, 2});
-  pass(10 * kMillisecond);
-  expect_end(d, 5, End::kDone);
-  expect_end(p, 6, End::kDone);
-  EXPECT_TRUE(d.block_is(4, 10));
-  EXPECT_TRUE(d.block_is(3, 20));
-  EXPECT_TRUE(d.block_is(7, 99));
-  expect_at_rest(p);
-  expect_at_rest(d);
+  expect_kv_goes_from_offer_to_grant(d, p);
 }
 
 // How closely an engine watches for messages: a grant whose offer has still to be computed can't be
@@ -237,9 +222,7 @@ TEST_F(EngineTest, HandleThatNeverEndsFailsBothSidesAndKeepsTheBlocksUntilItCanD
   faults.stuck_per_mille = 1'000;
   sim::SimFabric stuck(queue, sim::Random(2), faults);
   auto [a, b] = add_two(stuck);
-  meet(b, a);
-  a.offer(6, key_of("r"), {1});
-  b.grant(5, 100, key_of("r"), {4}, {50}, 5 * kSecond);
+  begin_transfer(a, b, 5 * kSecond);
   pass(24 * kSecond);  // the deadline is over, REVOKE remains unanswered
   EXPECT_EQ(a.engine->counters().handles_in_flight, 1U);
   EXPECT_TRUE(a.take<EndAction>().empty());
@@ -263,9 +246,7 @@ TEST_F(EngineTest, HandleThatFailsFailsBothSidesAtOnce) {
   faults.write_error_per_mille = 1'000;
   sim::SimFabric failing(queue, sim::Random(2), faults);
   auto [a, b] = add_two(failing);
-  meet(b, a);
-  a.offer(6, key_of("r"), {1});
-  b.grant(5, 100, key_of("r"), {4}, {50});
+  begin_transfer(a, b);
   pass(kSecond);
   expect_end(b, 5, End::kFailed, Reason::kTransportError);
   expect_end(a, 6, End::kFailed, Reason::kTransportError);
@@ -277,9 +258,7 @@ TEST_F(EngineTest, NotDrainedWhileAHandleIsInFlight) {
   faults.stuck_per_mille = 1'000;
   sim::SimFabric stuck(queue, sim::Random(2), faults);
   auto [a, b] = add_two(stuck);
-  meet(b, a);
-  a.offer(6, key_of("r"), {1});
-  b.grant(5, 100, key_of("r"), {4}, {50});
+  begin_transfer(a, b);
   pass(10 * kMillisecond);
   EXPECT_EQ(a.engine->counters().handles_in_flight, 1U);
   a.engine->handle(ShutdownCommand{});

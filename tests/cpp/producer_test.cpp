@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "support/script.h"
+#include "support/machines.h"
 
 namespace kvpush {
 namespace {
@@ -14,51 +14,20 @@ using script::take;
 
 constexpr Session kD = 7;
 constexpr Session kD2 = 8;  // the second rank of the same consumer engine
-constexpr Session kE = 9;   // another engine
 
-class ProducerScript : public ::testing::Test {
+class ProducerScript : public script::ProducerMachine {
  protected:
+  ProducerScript() : ProducerMachine({}, {GroupBlocks{0, {5, 6}}}) {}
+
   void offer(Ticket ticket, std::uint32_t watermark, bool final, const std::string& id = "r",
              std::vector<BlockId> blocks = {1}) {
-    OfferCommand command;
-    command.ticket = ticket;
-    command.key = key_of(id);
-    command.new_blocks = {GroupBlocks{0, std::move(blocks)}};
-    command.watermark = watermark;
-    command.final = final;
-    producer.offer(std::move(command), now, out);
-  }
-  void grant(Session from, Attempt attempt, TokenSpan span = {0, 32}, std::uint32_t fan_out = 1,
-             const std::string& id = "r") {
-    GrantMessage message;
-    message.attempt = attempt;
-    message.key = key_of(id);
-    message.span = span;
-    message.blocks = {GroupBlocks{0, {5, 6}}};
-    producer.on_grant({from, from == kE ? "other" : "engine", fan_out}, std::move(message), now,
-                      out);
+    ProducerMachine::offer(ticket, watermark, final, id, std::move(blocks));
   }
   void posted(ServeId serve, Reason reason = Reason::kNone) {
     producer.on_post_ended(serve, reason, "", {}, now, out);
   }
-  void revoke(Session from, Attempt attempt) { producer.on_revoke(from, {attempt}, now, out); }
-  void withdraw(Ticket ticket) { producer.withdraw(ticket, Reason::kProducerAborted, now, out); }
-  void tick(DurationNs later) {
-    now += later;
-    producer.on_tick(now, out);
-  }
-  void expect_at_rest() {
-    EXPECT_EQ(producer.live_offers(), 0U);
-    EXPECT_EQ(producer.live_serves(), 0U);
-    tick(config.grant_ttl);
-    EXPECT_EQ(producer.keys(), 0U);
-    EXPECT_EQ(take(out), Lines{});
-  }
 
-  TimeNs now = kSecond;
-  Actions out;
-  ProducerConfig config;
-  Producer producer{config};
+  static constexpr Session kE = kOtherEngine;
 };
 
 TEST_F(ProducerScript, OfferThenGrant) {

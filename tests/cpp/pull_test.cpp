@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "engine.h"
-#include "support/script.h"
+#include "support/machines.h"
 #include "support/world.h"
 
 namespace kvpush {
@@ -17,20 +17,10 @@ constexpr Session kQ = 8;
 
 // --- the consumer -------------------------------------------------------------------------------
 
-class PullConsumerScript : public ::testing::Test {
+class PullConsumerScript : public script::ConsumerMachine {
  protected:
-  void grant(Ticket ticket, Attempt attempt, std::vector<Session> writers, TokenSpan span = {0, 32},
-             TimeNs deadline = 100 * kSecond) {
-    GrantCommand command;
-    command.ticket = ticket;
-    command.attempt = attempt;
-    command.key = key_of("r");
-    command.span = span;
-    command.blocks = {GroupBlocks{0, {1, 2}}};
-    command.writers = std::move(writers);
-    command.deadline = deadline;
-    consumer.grant(std::move(command), now, out);
-  }
+  PullConsumerScript() : ConsumerMachine(pull()) {}
+
   bool ready(Session from, Attempt attempt, std::uint32_t watermark = 32) {
     ReadyMessage message{attempt, watermark, {GroupBlocks{0, {5, 6}}}};
     return consumer.on_ready(from, message, now, out);
@@ -46,27 +36,12 @@ class PullConsumerScript : public ::testing::Test {
   bool recall(Session from, Attempt attempt) {
     return consumer.on_recall(from, {attempt, Reason::kProducerAborted, ""}, now, out);
   }
-  bool revoked(Session from, Attempt attempt) {
-    return consumer.on_revoked(from, {attempt}, now, out);
-  }
-  bool failed(Session from, Attempt attempt) {
-    return consumer.on_failed(from, {attempt, Reason::kProducerAborted, ""}, now, out);
-  }
-  void revoke(Ticket ticket) { consumer.revoke(ticket, Reason::kRevoked, now, out); }
-  void lose(Session peer) { consumer.on_peer_lost(peer, now + 12 * kSecond, now, out); }
-  void tick(DurationNs later) {
-    now += later;
-    consumer.on_tick(now, out);
-  }
+  void lose(Session peer) { ConsumerMachine::lose(peer, 12 * kSecond); }
   static ConsumerConfig pull() {
     ConsumerConfig config;
     config.reads = true;
     return config;
   }
-
-  TimeNs now = kSecond;
-  Actions out;
-  Consumer consumer{pull()};
 };
 
 TEST_F(PullConsumerScript, DoneWhenEveryWriterHasConfirmedWhatWasRead) {
@@ -253,51 +228,23 @@ TEST_F(PullConsumerScript, EmptySpanIsDoneWhenItIsAccepted) {
 
 // --- the producer -------------------------------------------------------------------------------
 
-class PullProducerScript : public ::testing::Test {
+class PullProducerScript : public script::ProducerMachine {
  protected:
+  PullProducerScript() : ProducerMachine(pull()) {}
+
   void offer(Ticket ticket, std::uint32_t watermark, bool final,
              std::vector<BlockId> blocks = {1}) {
-    OfferCommand command;
-    command.ticket = ticket;
-    command.key = key_of("r");
-    command.new_blocks = {GroupBlocks{0, std::move(blocks)}};
-    command.watermark = watermark;
-    command.final = final;
-    producer.offer(std::move(command), now, out);
-  }
-  void grant(Session from, Attempt attempt, TokenSpan span = {0, 32}, std::uint32_t fan_out = 1) {
-    GrantMessage message;
-    message.attempt = attempt;
-    message.key = key_of("r");
-    message.span = span;
-    producer.on_grant({from, "engine", fan_out}, std::move(message), now, out);
+    ProducerMachine::offer(ticket, watermark, final, "r", std::move(blocks));
   }
   void read_done(Session from, Attempt attempt) {
     producer.on_read_done(from, {attempt}, now, out);
   }
-  void revoke(Session from, Attempt attempt) { producer.on_revoke(from, {attempt}, now, out); }
   void lose(Session peer, DurationNs fence) { producer.on_peer_lost(peer, now + fence, now, out); }
-  void withdraw(Ticket ticket) { producer.withdraw(ticket, Reason::kProducerAborted, now, out); }
-  void tick(DurationNs later) {
-    now += later;
-    producer.on_tick(now, out);
-  }
-  void expect_at_rest() {
-    EXPECT_EQ(producer.live_offers(), 0U);
-    EXPECT_EQ(producer.live_serves(), 0U);
-    tick(ProducerConfig{}.grant_ttl);
-    EXPECT_EQ(producer.keys(), 0U);
-    EXPECT_EQ(take(out), Lines{});
-  }
   static ProducerConfig pull() {
     ProducerConfig config;
     config.reads = true;
     return config;
   }
-
-  TimeNs now = kSecond;
-  Actions out;
-  Producer producer{pull()};
 };
 
 TEST_F(PullProducerScript, ReadyWhenTheOfferIsFinalAndFreeWhenItWasRead) {
@@ -463,34 +410,12 @@ class PullEngineTest : public EngineWorld {
   }
   TestRank& p = add("P", 10, pull());
   TestRank& d = add("D", 20, pull());
-
-  void expect_end(TestRank& rank, Ticket ticket, End end, Reason reason = Reason::kNone) {
-    const auto ends = rank.take<EndAction>();
-    ASSERT_EQ(ends.size(), 1U);
-    EXPECT_EQ(ends[0].ticket, ticket);
-    EXPECT_EQ(ends[0].end, end) << reason_name(ends[0].reason) << ": " << ends[0].detail;
-    EXPECT_EQ(ends[0].reason, reason) << reason_name(ends[0].reason) << ": " << ends[0].detail;
-  }
 };
 
 TEST_F(PullEngineTest, KvIsReadFromTheOffer) {
-  meet(d, p);
-  p.fill_block(1, 10);
-  p.fill_block(2, 20);
-  d.fill_block(7, 99);
-  d.grant(5, 100, key_of("r"), {4, 3}, {10});
-  pass(10 * kMillisecond);
-  p.offer(6, key_of("r"), {1, 2});
-  pass(10 * kMillisecond);
-  expect_end(d, 5, End::kDone);
-  expect_end(p, 6, End::kDone);
-  EXPECT_TRUE(d.block_is(4, 10));
-  EXPECT_TRUE(d.block_is(3, 20));
-  EXPECT_TRUE(d.block_is(7, 99));
+  expect_kv_goes_from_offer_to_grant(d, p);
   EXPECT_GT(d.engine->counters().bytes_read, 0U);
   EXPECT_EQ(p.engine->counters().writes_posted, 0U);
-  expect_at_rest(p);
-  expect_at_rest(d);
 }
 
 TEST_F(PullEngineTest, BothDirectionsAtOnce) {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpush.selftest.child import ChildFailedError
-from tests.nixl.peer import Layout, Pair, Peer
+from tests.nixl.peer import LIMIT_S, Event, Layout, Pair, Peer
 
 IDS = list(range(10, 42))
 OTHER_IDS = list(range(100, 132))
@@ -91,20 +91,27 @@ SMALL_POSTS = {
 }
 
 
-def start_long(pair: Pair, transfer_id: str) -> tuple[int, int]:
+def start_long(pair: Pair, transfer_id: str, *, pull: bool = False) -> tuple[int, int]:
     """A long transfer under way: the tickets of its offer and its grant."""
-    posted = pair.producer.counters()["writes_posted"]
+    mover, posts = (pair.consumer, "reads_posted") if pull else (pair.producer, "writes_posted")
+    posted = mover.counters()[posts]
     offer = pair.producer.offer(transfer_id, LONG_IDS, LONG_TOKENS)
     pair.producer.wait_counters(offers_live=1)
     grant = pair.consumer.grant(transfer_id, LONG_IDS, LONG_TOKENS)
-    pair.producer.wait_counters(writes_posted=posted + 20)
+    mover.wait_counters(**{posts: posted + 20})
     return offer, grant
+
+
+def poison_at_end(peer: Peer, ticket: int) -> Event:
+    """The end of a long transfer, after which another owner of the blocks writes at once."""
+    event: Event = peer.call("wait_then_poison", ticket=ticket, ids=LONG_IDS, limit_s=LIMIT_S)
+    return event
 
 
 def revoke_and_watch(pair: Pair, offer: int, grant: int) -> str:
     """Revoke, and check that nothing is written once the grant has ended; gives its end."""
     pair.consumer.revoke(grant)
-    event = pair.consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
+    event = poison_at_end(pair.consumer, grant)
     pair.producer.wait(offer)
     pair.idle()
     assert pair.consumer.wrong_bytes() == 0, "written after the grant had ended"
@@ -144,7 +151,7 @@ def test_deadline_in_mid_transfer(new_pair: MakePair) -> None:
     pair.producer.fill(2, LONG_IDS, LONG_TOKENS)
     offer = pair.producer.offer("late", LONG_IDS, LONG_TOKENS)
     grant = pair.consumer.grant("late", LONG_IDS, LONG_TOKENS, deadline_s=0.05)
-    event = pair.consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
+    event = poison_at_end(pair.consumer, grant)
     assert (event.kind, event.reason) == ("receive_failed", "deadline")
     assert pair.producer.wait(offer).kind == "send_failed"
     pair.idle()
@@ -156,7 +163,7 @@ def test_withdrawn_in_mid_transfer(new_pair: MakePair) -> None:
     pair.producer.fill(2, LONG_IDS, LONG_TOKENS)
     offer, grant = start_long(pair, "withdrawn")
     pair.producer.withdraw(offer)
-    event = pair.consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=30.0)
+    event = poison_at_end(pair.consumer, grant)
     assert (event.kind, event.reason) == ("receive_failed", "producer_aborted")
     assert pair.producer.wait(offer).reason == "producer_aborted"
     pair.idle()

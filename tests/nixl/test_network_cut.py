@@ -15,6 +15,7 @@ from tests.nixl.test_ends import (
     LONG_TOKENS,
     SMALL_POSTS,
     assert_works,
+    poison_at_end,
 )
 from tests.nixl.test_processes import QUICK
 
@@ -76,7 +77,7 @@ def cut_after(apart: Pair, posts: int) -> None:
     grant = consumer.grant("cut", LONG_IDS, LONG_TOKENS)
     producer.wait_counters(writes_posted=posts)
     cut(apart)
-    event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=LIMIT_S)
+    event = poison_at_end(consumer, grant)
     assert (event.kind, event.reason) == ("receive_failed", "peer_lost")
     assert consumer.wait(waiting).reason == "peer_lost"
     consumer.poison()

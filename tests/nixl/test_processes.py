@@ -19,6 +19,7 @@ from tests.nixl.test_ends import (
     SMALL_POSTS,
     TOKENS,
     assert_works,
+    poison_at_end,
     start_long,
 )
 
@@ -105,7 +106,7 @@ def test_the_producer_is_killed_in_mid_transfer(new_pair: MakePair, new_peer: Ma
     pair = new_pair(LONG, **QUICK, **SMALL_POSTS)
     _, grant = start_long(pair, "cut short")
     pair.producer.kill()
-    event = pair.consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=LIMIT_S)
+    event = poison_at_end(pair.consumer, grant)
     assert (event.kind, event.reason) == ("receive_failed", "peer_lost")
     pair.consumer.idle()
     assert pair.consumer.wrong_bytes() == 0
@@ -155,7 +156,7 @@ def test_a_stopped_producer_does_not_write_after_it_was_given_up(
     producer.wait_counters(served_live=1)
     offer, grant = start_long(pair, "interrupted")
     producer.signal(signal.SIGSTOP)
-    event = consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=LIMIT_S)
+    event = poison_at_end(consumer, grant)
     failed = consumer.wait(waiting)
     consumer.poison()
     # What was asked of it while it could not hear is done as soon as it wakes.
@@ -233,7 +234,7 @@ def test_shutdown_in_mid_transfer_leaves_nothing_in_flight(new_pair: MakePair) -
     counters = pair.producer.call("shutdown", drain_s=20.0)
     assert counters["handles_in_flight"] == counters["posts_queued"] == 0
     assert pair.producer.ended(offer)
-    event = pair.consumer.call("wait_then_poison", ticket=grant, ids=LONG_IDS, limit_s=LIMIT_S)
+    event = poison_at_end(pair.consumer, grant)
     assert event.kind in {"receive_failed", "received"}
     pair.consumer.idle()
     assert pair.consumer.wrong_bytes() == 0

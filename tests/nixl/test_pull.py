@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvpush.selftest.child import ChildFailedError
-from tests.nixl.peer import LIMIT_S, Event, Layout, Pair, Peer, part
+from tests.nixl.peer import Layout, Pair, Peer, part
 from tests.nixl.test_ends import (
     IDS,
     LONG,
@@ -20,6 +20,8 @@ from tests.nixl.test_ends import (
     SMALL_POSTS,
     TOKENS,
     assert_works,
+    poison_at_end,
+    start_long,
 )
 from tests.nixl.test_processes import PATIENT, QUICK
 from tests.nixl.test_transfers import FULL, scattered
@@ -30,20 +32,9 @@ MakePeer = Callable[..., Peer]
 PULL = {"mode": "pull"}
 
 
-def start_long(pair: Pair, transfer_id: str) -> tuple[int, int]:
-    """A long transfer under way: the tickets of its offer and its grant."""
-    posted = pair.consumer.counters()["reads_posted"]
-    offer = pair.producer.offer(transfer_id, LONG_IDS, LONG_TOKENS)
-    pair.producer.wait_counters(offers_live=1)
-    grant = pair.consumer.grant(transfer_id, LONG_IDS, LONG_TOKENS)
-    pair.consumer.wait_counters(reads_posted=posted + 20)
-    return offer, grant
-
-
-def poison_at_end(peer: Peer, ticket: int) -> Event:
-    """The end of a long transfer, after which another owner of the blocks writes at once."""
-    event: Event = peer.call("wait_then_poison", ticket=ticket, ids=LONG_IDS, limit_s=LIMIT_S)
-    return event
+def start_long_read(pair: Pair, transfer_id: str) -> tuple[int, int]:
+    """As `start_long`, for a pair that pulls."""
+    return start_long(pair, transfer_id, pull=True)
 
 
 def test_every_byte_is_read_whichever_leg_comes_first(new_pair: MakePair) -> None:
@@ -198,7 +189,7 @@ def test_revoked_in_mid_transfer(new_pair: MakePair, transport: str) -> None:
     env = {"UCX_TLS": transport} if transport else {}
     pair = new_pair(LONG, env=env, **PULL, **SMALL_POSTS)
     pair.producer.fill(2, LONG_IDS, LONG_TOKENS)
-    offer, grant = start_long(pair, "revoked")
+    offer, grant = start_long_read(pair, "revoked")
     pair.consumer.revoke(grant)
     assert poison_at_end(pair.consumer, grant).kind == "receive_revoked"
     sent = pair.producer.wait(offer)
@@ -211,7 +202,7 @@ def test_revoked_in_mid_transfer(new_pair: MakePair, transport: str) -> None:
 def test_withdrawn_in_mid_transfer(new_pair: MakePair) -> None:
     pair = new_pair(LONG, **PULL, **SMALL_POSTS)
     pair.producer.fill(2, LONG_IDS, LONG_TOKENS)
-    offer, grant = start_long(pair, "withdrawn")
+    offer, grant = start_long_read(pair, "withdrawn")
     pair.producer.withdraw(offer)
     assert poison_at_end(pair.producer, offer).reason == "producer_aborted"
     # The producer's blocks were its own again only when nothing was read from them any more.
@@ -245,7 +236,7 @@ def test_wrong_blocks_harm_only_their_request(new_pair: MakePair) -> None:
 
 def test_the_producer_is_killed_in_mid_transfer(new_pair: MakePair, new_peer: MakePeer) -> None:
     pair = new_pair(LONG, **PULL, **QUICK, **SMALL_POSTS)
-    _, grant = start_long(pair, "cut short")
+    _, grant = start_long_read(pair, "cut short")
     pair.producer.kill()
     event = poison_at_end(pair.consumer, grant)
     assert event.kind == "receive_failed"
@@ -259,7 +250,7 @@ def test_the_producer_is_killed_in_mid_transfer(new_pair: MakePair, new_peer: Ma
 
 def test_the_consumer_is_killed_in_mid_transfer(new_pair: MakePair, new_peer: MakePeer) -> None:
     pair = new_pair(LONG, **PULL, **QUICK, **SMALL_POSTS)
-    offer, _ = start_long(pair, "to nowhere")
+    offer, _ = start_long_read(pair, "to nowhere")
     pair.consumer.kill()
     event = pair.producer.wait(offer)
     assert (event.kind, event.reason) == ("send_failed", "peer_lost")
@@ -274,7 +265,7 @@ def test_a_consumer_stopped_in_mid_transfer_never_takes_what_it_read_for_the_pro
     pair = new_pair(LONG, **PULL, **QUICK, **SMALL_POSTS)
     producer, consumer = pair.producer, pair.consumer
     producer.fill(1, LONG_IDS, LONG_TOKENS)
-    offer, grant = start_long(pair, "asleep")
+    offer, grant = start_long_read(pair, "asleep")
     consumer.signal(signal.SIGSTOP)
     # Lost, fenced, and its source given to another.
     event = poison_at_end(producer, offer)
@@ -289,7 +280,7 @@ def test_a_consumer_stopped_in_mid_transfer_never_takes_what_it_read_for_the_pro
 def test_a_producer_stopped_in_mid_transfer_is_given_up(new_pair: MakePair) -> None:
     pair = new_pair(LONG, **PULL, **QUICK, **SMALL_POSTS)
     producer, consumer = pair.producer, pair.consumer
-    offer, grant = start_long(pair, "interrupted")
+    offer, grant = start_long_read(pair, "interrupted")
     producer.signal(signal.SIGSTOP)
     consumer.wait_peer_lost(producer.session)
     # READs may be waiting for the stopped process: until they end, the blocks are not given back.
@@ -308,7 +299,7 @@ def test_a_producer_stopped_in_mid_transfer_is_given_up(new_pair: MakePair) -> N
 
 def test_a_producer_that_leaves_calls_its_readers_back(new_pair: MakePair) -> None:
     pair = new_pair(LONG, **PULL, **PATIENT, **SMALL_POSTS)
-    offer, grant = start_long(pair, "farewell")
+    offer, grant = start_long_read(pair, "farewell")
     counters = pair.producer.call("shutdown", drain_s=20.0)
     assert counters["served_live"] == 0
     assert pair.producer.ended(offer)
@@ -318,7 +309,7 @@ def test_a_producer_that_leaves_calls_its_readers_back(new_pair: MakePair) -> No
 
 def test_a_consumer_that_leaves_ends_its_reads_first(new_pair: MakePair) -> None:
     pair = new_pair(LONG, **PULL, **PATIENT, **SMALL_POSTS)
-    offer, grant = start_long(pair, "farewell")
+    offer, grant = start_long_read(pair, "farewell")
     counters = pair.consumer.call("shutdown", drain_s=20.0)
     assert counters["handles_in_flight"] == counters["grants_live"] == 0
     assert pair.consumer.ended(grant)

@@ -1,6 +1,7 @@
 // Engines over a fabric without faults, driven by hand: what the engine's tests stand on.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "engine.h"
 #include "peering.h"
 #include "sim/sim_fabric.h"
+#include "support/script.h"
 #include "support/tiny_regions.h"
 
 namespace kvpush {
@@ -147,6 +149,32 @@ class EngineWorld : public ::testing::Test {
     const auto results = consumer.take<ConnectResult>();
     ASSERT_EQ(results.size(), 1U);
     ASSERT_TRUE(results[0].status.is_ok()) << results[0].status.message();
+  }
+  static void expect_end(TestRank& rank, Ticket ticket, End end, Reason reason = Reason::kNone) {
+    const auto ends = rank.take<EndAction>();
+    ASSERT_EQ(ends.size(), 1U);
+    EXPECT_EQ(ends[0].ticket, ticket);
+    EXPECT_EQ(ends[0].end, end) << reason_name(ends[0].reason) << ": " << ends[0].detail;
+    EXPECT_EQ(ends[0].reason, reason) << reason_name(ends[0].reason) << ": " << ends[0].detail;
+  }
+  // A consumer takes two blocks, scattered and of no neighbour, from a producer it has not met yet.
+  void expect_kv_goes_from_offer_to_grant(TestRank& d, TestRank& p) {
+    const TransferKey key = script::key_of("r");
+    meet(d, p);
+    p.fill_block(1, 10);
+    p.fill_block(2, 20);
+    d.fill_block(7, 99);
+    d.grant(5, 100, key, {4, 3}, {p.info.session});
+    pass(10 * kMillisecond);
+    p.offer(6, key, {1, 2});
+    pass(10 * kMillisecond);
+    expect_end(d, 5, End::kDone);
+    expect_end(p, 6, End::kDone);
+    EXPECT_TRUE(d.block_is(4, 10));
+    EXPECT_TRUE(d.block_is(3, 20));
+    EXPECT_TRUE(d.block_is(7, 99));
+    expect_at_rest(p);
+    expect_at_rest(d);
   }
   static void expect_at_rest(TestRank& rank) {
     const EngineCounters counters = rank.engine->counters();
