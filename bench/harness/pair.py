@@ -290,10 +290,10 @@ class Pair:
     def stats(self, engine: Engine) -> dict[str, Any]:
         """Ask one engine for its scheduler's and workers' counters (kvpush only)."""
         from kvpush.auth import load_auth_key
-        from kvpush.vllm import handshake
+        from kvpush.side_channel import query_stats
 
         auth = load_auth_key(self.spec.auth_key_file)
-        return dict(handshake.query_stats(HOST, engine.side_port, _STATS_LIMIT_S, auth))
+        return dict(query_stats(HOST, engine.side_port, _STATS_LIMIT_S, auth))
 
     def counters(self, engines: Sequence[Engine] | None = None) -> dict[str, int]:
         """Sum the native counters over the workers of some engines (all of them by default).

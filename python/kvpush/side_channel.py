@@ -24,6 +24,7 @@ __all__ = [
     "HOST_VARIABLE",
     "PORT_VARIABLE",
     "PROTOCOL",
+    "REFUSALS",
     "CancelReply",
     "ErrorReply",
     "HelloReply",
@@ -48,7 +49,8 @@ _MAX_RANKS = 1024
 _HUNG_UP = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 """The other side has hung up in the handshake: it does not like us, or it is being started anew,
 or it has too many connections. ZMQ tries again after a tenth of a second."""
-_REFUSALS = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | _HUNG_UP
+REFUSALS = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | _HUNG_UP
+"""Handshakes that have failed, as either end sees them."""
 _MOST_REFUSALS = 3
 
 _NOBODY = zmq.Event.CLOSED
@@ -218,7 +220,7 @@ def _client_socket(auth: AuthKey | None) -> Iterator[tuple[zmq.Socket[Any], zmq.
         client.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
         if auth is not None:
             auth.guard_client(client)
-        yield client, client.get_monitor_socket(_REFUSALS | _NOBODY)
+        yield client, client.get_monitor_socket(REFUSALS | _NOBODY)
     finally:
         client.disable_monitor()
         context.destroy(linger=0)

@@ -10,8 +10,8 @@ from kvpush import _core
 from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError
 from kvpush.selftest.child import ChildFailedError
-from kvpush.side_channel import PROTOCOL, query_peers
-from kvpush.vllm.handshake import HelloReply, SideChannel
+from kvpush.side_channel import PROTOCOL, HelloReply, query_peers
+from kvpush.vllm.handshake import SideChannel
 from tests.nixl.peer import LIMIT_S, Pair, Peer
 from tests.nixl.test_ends import IDS, TOKENS, assert_works
 

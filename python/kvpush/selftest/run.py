@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import kvpush
@@ -17,7 +18,14 @@ from kvpush.selftest.cases import Case, Geometry, cases
 from kvpush.selftest.child import Child, ChildTimeoutError, SelfTestError
 from kvpush.selftest.report import Report, Row
 
-__all__ = ["FAULTS", "FAULT_VARIABLE", "new_report", "nixl_versions", "run_selftest"]
+__all__ = [
+    "FAULTS",
+    "FAULT_VARIABLE",
+    "installed_versions",
+    "new_report",
+    "nixl_versions",
+    "run_selftest",
+]
 
 FAULT_VARIABLE = "KVPUSH_SELFTEST_FAULT"
 """Environment variable that makes the self-test go wrong, in one of the ways of FAULTS."""
@@ -175,17 +183,20 @@ def _measure(pair: _Pair, geometry: Geometry, case: Case, repetitions: int) -> t
     return row, first
 
 
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def nixl_versions(library: str) -> dict[str, str]:
     """The versions of the installed distributions that `library` may come from."""
     inside = re.findall(r"nixl_cu\d+", library)
     names = [inside[-1].replace("_", "-")] if inside else ["nixl-cu13", "nixl-cu12", "nixl"]
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(names)
 
 
 def new_report(backend: str) -> Report:

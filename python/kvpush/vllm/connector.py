@@ -15,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from kvpush.auth import AuthKey, load_auth_key
 from kvpush.config import load_config
 from kvpush.errors import KvPushError
+from kvpush.side_channel import PROTOCOL, HelloReply, query_stats
 from kvpush.vllm.checks import check_supported
 from kvpush.vllm.factory import make_scheduler_facts, make_worker, side_channel_address
-from kvpush.vllm.handshake import PROTOCOL, HelloReply, SideChannel, query_stats
+from kvpush.vllm.handshake import SideChannel
 from kvpush.vllm.log import get_logger
 from kvpush.vllm.messages import StepOrders
 from kvpush.vllm.metrics import KvPushPromMetrics, KvPushStats

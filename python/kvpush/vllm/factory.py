@@ -12,8 +12,8 @@ from kvpush._core import Engine, EngineConfig
 from kvpush._nixl import find_library, prepare_environment
 from kvpush.auth import AuthKey
 from kvpush.config import Config
+from kvpush.side_channel import PROTOCOL
 from kvpush.vllm.device_events import CudaEvents, HostEvents, StepEvents
-from kvpush.vllm.handshake import PROTOCOL
 from kvpush.vllm.log import get_logger
 from kvpush.vllm.regions import CacheLayout, describe_caches, is_state
 from kvpush.vllm.scheduler import GroupShape, SchedulerFacts

@@ -25,26 +25,17 @@ from kvpush.errors import SideChannelError
 from kvpush.side_channel import (
     HOST_VARIABLE,
     PORT_VARIABLE,
-    PROTOCOL,
+    REFUSALS,
     CancelReply,
     ErrorReply,
     HelloReply,
     Question,
     StatsReply,
     endpoint,
-    query_peers,
-    query_stats,
 )
 from kvpush.vllm.log import get_logger
 
-__all__ = [
-    "PORT_VARIABLE",
-    "PROTOCOL",
-    "HelloReply",
-    "SideChannel",
-    "query_peers",
-    "query_stats",
-]
+__all__ = ["SideChannel"]
 
 logger = get_logger("handshake")
 
@@ -68,12 +59,6 @@ _ZAP_VERSION = b"1.0"
 
 _CAME, _LEFT = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 _CLOSED = zmq.Event.CLOSED
-_REFUSED = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-)
-"""The last one is of clients that hung up first, or were thrown out for their silence."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -119,7 +104,7 @@ class SideChannel:
         zap = context.socket(zmq.REP)
         zap.bind(_ZAP_ADDRESS)
         listener = self._make_listener(context)
-        monitor = listener.get_monitor_socket(_CAME | _LEFT | _CLOSED | _REFUSED)
+        monitor = listener.get_monitor_socket(_CAME | _LEFT | _CLOSED | REFUSALS)
         host, port = self._address
         try:
             numeric = _numeric(host)
@@ -230,6 +215,7 @@ class SideChannel:
                     self._connections = 0  # ZMQ hangs up on the clients of a closed listener
                     self._is_open = False
                 else:
+                    # Also of clients that hung up first, or were thrown out for their silence.
                     self._count_refusal()
 
     def _count_refusal(self) -> None:

@@ -102,15 +102,15 @@ class StepOrders:
     closes: list[Close] = field(default_factory=list)
     progress: list[Offer] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        """Whether there is anything to carry out."""
-        return bool(
-            self.grants
-            or self.revokes
-            or self.refusals
-            or self.offers
-            or self.withdrawals
-            or self.rewinds
-            or self.closes
-            or self.progress
+    def __len__(self) -> int:
+        """How many there are; no orders are false."""
+        return (
+            len(self.grants)
+            + len(self.revokes)
+            + len(self.refusals)
+            + len(self.offers)
+            + len(self.withdrawals)
+            + len(self.rewinds)
+            + len(self.closes)
+            + len(self.progress)
         )

@@ -242,18 +242,7 @@ class SchedulerSide:
             "twins": len(self._twins),
             "producing": self._producing.total(),
             "held": len(self._held),
-            "orders": sum(
-                len(queue)
-                for queue in (
-                    self._orders.grants,
-                    self._orders.revokes,
-                    self._orders.refusals,
-                    self._orders.offers,
-                    self._orders.withdrawals,
-                    self._orders.rewinds,
-                    self._orders.closes,
-                )
-            ),
+            "orders": len(self._orders),
             "streams": len(self._streams),
         }
 

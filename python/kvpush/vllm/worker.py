@@ -22,9 +22,9 @@ import msgspec
 from kvpush._core import Event
 from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError
+from kvpush.side_channel import HelloReply
 from kvpush.vllm.device_events import HostEvents, StepEvents
 from kvpush.vllm.endpoints import Address, Endpoints, Meeting, check_windows
-from kvpush.vllm.handshake import HelloReply
 from kvpush.vllm.log import get_logger
 from kvpush.vllm.messages import Blocks, Close, Grant, Offer, Refusal, StepOrders, Withdrawal
 

@@ -16,15 +16,16 @@ import zmq
 
 from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError, PeerUnreachableError, SideChannelError
-from kvpush.side_channel import Question, cancel_transfer
-from kvpush.vllm import handshake
-from kvpush.vllm.handshake import (
+from kvpush.side_channel import (
     PROTOCOL,
     HelloReply,
-    SideChannel,
+    Question,
+    cancel_transfer,
     query_peers,
     query_stats,
 )
+from kvpush.vllm import handshake
+from kvpush.vllm.handshake import SideChannel
 
 HOST = "127.0.0.1"
 LONG_S = 20.0

@@ -10,9 +10,10 @@ import pytest
 
 from kvpush.auth import AuthKey
 from kvpush.errors import PeerIncompatibleError
+from kvpush.side_channel import PROTOCOL, HelloReply
 from kvpush.vllm import endpoints as endpoints_module
 from kvpush.vllm.device_events import StepEvents
-from kvpush.vllm.handshake import PROTOCOL, HelloReply, SideChannel
+from kvpush.vllm.handshake import SideChannel
 from kvpush.vllm.messages import Grant, Offer, Refusal, StepOrders, Withdrawal
 from kvpush.vllm.worker import WorkerFacts, WorkerSide
 from tests.unit.vllm_adapter.fakes import BLOCK, FakeEngine, FakeEvent
