@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from multiprocessing.connection import Connection
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.replay.limit import BareSide, CacheShape
-from kvpush._nixl import find_library, prepare_environment
-from kvpush.selftest.child import Child, serve
+from bench.replay.limit import BareSide, CacheShape, bare_pair
 
 console = Console(stderr=True)
 
@@ -35,25 +32,11 @@ class LateSide(BareSide):
         self.await_write()
 
 
-def child_main(connection: Connection, *arguments: Any) -> None:
-    """Entry of a child process."""
-    prepare_environment()
-    serve(connection, LateSide(*arguments))
-
-
 def measure(delays_ms: list[float], repetitions: int) -> dict[float, float]:
     """Medians in milliseconds, from preparing the WRITE to its end on the writer, by delay."""
-    library = str(find_library())
     ids = (list(range(0, 30, 2)), list(range(30, 15, -1)))
     found: dict[float, list[float]] = {delay: [] for delay in delays_ms}
-    with (
-        Child("writer", child_main, "writer", library) as writer,
-        Child("target", child_main, "target", library) as target,
-    ):
-        for child in (writer, target):
-            child.send("open", shape=_SHAPE)
-        _, (metadata, address) = (child.receive("open", _LIMIT_S) for child in (writer, target))
-        writer.call("meet", _LIMIT_S, metadata=metadata)
+    with bare_pair(_SHAPE, LateSide, _LIMIT_S) as (writer, target, address):
         for number in range(repetitions + 1):
             for delay in delays_ms:
                 target.send("look_late", delay_s=delay / 1e3)

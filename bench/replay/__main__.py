@@ -36,6 +36,13 @@ _PROMPTS_IN_POOL = 16
 # Tables are this wide where the output is no terminal.
 _TABLE_WIDTH = 150
 
+# What every command that replays takes.
+_Count = Annotated[int, typer.Option(help="requests per run")]
+_Rounds = Annotated[int, typer.Option(help="times each run is made")]
+_Block = Annotated[int, typer.Option(help="tokens per KV cache block")]
+_Chunk = Annotated[int, typer.Option(help="most tokens of one step")]
+_Extra = Annotated[str, typer.Option(help="kvpush's kv_connector_extra_config, JSON")]
+
 
 def _numbers(option: str, text: str) -> list[float]:
     try:
@@ -85,10 +92,10 @@ def main(
     rate: Annotated[str, typer.Option(help="requests per second, commas between")] = "4",
     prompt: Annotated[str, typer.Option(help="prompt tokens, commas between")] = "8000",
     output_tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 100,
-    count: Annotated[int, typer.Option(help="requests per run")] = 40,
-    rounds: Annotated[int, typer.Option(help="times each run is made")] = 3,
-    block: Annotated[int, typer.Option(help="tokens per KV cache block")] = 128,
-    chunk: Annotated[int, typer.Option(help="most tokens of one step")] = 32768,
+    count: _Count = 40,
+    rounds: _Rounds = 3,
+    block: _Block = 128,
+    chunk: _Chunk = 32768,
     pool_tokens: Annotated[
         int, typer.Option(help="tokens the KV cache holds; 0: by the longest prompt")
     ] = 0,
@@ -98,7 +105,7 @@ def main(
     stamp_all: Annotated[
         bool, typer.Option("--stamp-all", help="the same, every block in every step (slow)")
     ] = False,
-    extra: Annotated[str, typer.Option(help="kvpush's kv_connector_extra_config, JSON")] = "{}",
+    extra: _Extra = "{}",
     out: Annotated[Path, typer.Option(help="folder for results")] = Path("build/bench/replay"),
     save: Annotated[
         Path | None, typer.Option(help="one file with all runs, e.g. bench/results/load.json")
@@ -146,11 +153,11 @@ def budget(
     modes: Annotated[str, typer.Option(help="push modes")] = "kvpush-push,stock-push",
     rate: Annotated[float, typer.Option(help="requests per second")] = 4.0,
     prompt: Annotated[int, typer.Option(help="prompt tokens")] = 8000,
-    count: Annotated[int, typer.Option(help="requests per run")] = 40,
-    rounds: Annotated[int, typer.Option(help="times each run is made")] = 3,
-    block: Annotated[int, typer.Option(help="tokens per KV cache block")] = 128,
-    chunk: Annotated[int, typer.Option(help="most tokens of one step")] = 32768,
-    extra: Annotated[str, typer.Option(help="kvpush's kv_connector_extra_config, JSON")] = "{}",
+    count: _Count = 40,
+    rounds: _Rounds = 3,
+    block: _Block = 128,
+    chunk: _Chunk = 32768,
+    extra: _Extra = "{}",
     save: Annotated[
         Path | None, typer.Option(help="a file for percentiles, e.g. bench/results/budget.json")
     ] = None,

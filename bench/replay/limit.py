@@ -8,11 +8,12 @@ have been sent before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import secrets
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -120,10 +121,27 @@ class BareSide:
         self._agent.await_write(_LIMIT_S)
 
 
-def child_main(connection: Connection, *arguments: Any) -> None:
+def child_main(connection: Connection, side: type[BareSide], *arguments: Any) -> None:
     """Entry of a child process."""
     prepare_environment()
-    serve(connection, BareSide(*arguments))
+    serve(connection, side(*arguments))
+
+
+@contextlib.contextmanager
+def bare_pair(
+    shape: CacheShape, side: type[BareSide] = BareSide, limit_s: float = _LIMIT_S
+) -> Iterator[tuple[Child, Child, int]]:
+    """A writer and a target that have met, and where the target's memory begins."""
+    library = str(find_library())
+    with (
+        Child("writer", child_main, side, "writer", library) as writer,
+        Child("target", child_main, side, "target", library) as target,
+    ):
+        for child in (writer, target):
+            child.send("open", shape=shape)
+        _, (metadata, address) = (child.receive("open", limit_s) for child in (writer, target))
+        writer.call("meet", limit_s, metadata=metadata)
+        yield writer, target, address
 
 
 def bare_write_ms(
@@ -132,16 +150,8 @@ def bare_write_ms(
     """Medians over the requests, after one to warm up: milliseconds of a WRITE, descriptors."""
     if not requests:
         raise SelfTestError("there are no requests whose blocks are known on both sides")
-    library = str(find_library())
     chosen = requests[-_MOST_REQUESTS:]
-    with (
-        Child("writer", child_main, "writer", library) as writer,
-        Child("target", child_main, "target", library) as target,
-    ):
-        for child in (writer, target):
-            child.send("open", shape=shape)
-        _, (metadata, address) = (child.receive("open", _LIMIT_S) for child in (writer, target))
-        writer.call("meet", _LIMIT_S, metadata=metadata)
+    with bare_pair(shape) as (writer, target, address):
         found = []
         for ids in (chosen[0], *chosen):
             target.send("await_write")

