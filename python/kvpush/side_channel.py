@@ -53,6 +53,10 @@ REFUSALS = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 """Handshakes that have failed, as either end sees them."""
 _MOST_REFUSALS = 3
 
+_LOST = zmq.Event.DISCONNECTED
+"""A connection has ended, and with it perhaps the question: a listener with too many connections
+hangs up on all. ZMQ connects again, but does not say again what it had already sent."""
+
 _NOBODY = zmq.Event.CLOSED
 """An attempt to connect has failed: ZMQ itself would try again until the time is up."""
 
@@ -160,12 +164,13 @@ def _ask(
     host: str, port: int, question: Question, timeout_s: float, auth: AuthKey | None
 ) -> _Reply:
     deadline = time.monotonic() + timeout_s
+    body = _ENCODER.encode(question)
     refusals = 0
     with _client_socket(auth) as (client, monitor):
         try:
             socket.getaddrinfo(host.strip("[]"), port)  # of names ZMQ says nothing
             client.connect(endpoint(host, port, client))
-            client.send(_ENCODER.encode(question))
+            client.send(body)
         except (zmq.ZMQError, OSError) as error:
             raise _unreachable(host, port, f"can't be reached: {error}") from error
         poller = zmq.Poller()
@@ -179,6 +184,9 @@ def _ask(
                 event = parse_monitor_message(monitor.recv_multipart())["event"]
                 if event == _NOBODY:
                     raise _unreachable(host, port, "can't be reached: nobody listens there")
+                if event == _LOST:
+                    client.send(body)  # every question may be asked twice
+                    continue
                 refusals += 1 if event == _HUNG_UP else _MOST_REFUSALS
                 if refusals >= _MOST_REFUSALS:
                     raise PeerIncompatibleError(_refusal(host, port, auth))
@@ -218,9 +226,11 @@ def _client_socket(auth: AuthKey | None) -> Iterator[tuple[zmq.Socket[Any], zmq.
     try:
         client.setsockopt(zmq.LINGER, 0)
         client.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
+        client.setsockopt(zmq.REQ_RELAXED, 1)  # the same question again,
+        client.setsockopt(zmq.REQ_CORRELATE, 1)  # and an answer to the last one alone
         if auth is not None:
             auth.guard_client(client)
-        yield client, client.get_monitor_socket(REFUSALS | _NOBODY)
+        yield client, client.get_monitor_socket(REFUSALS | _LOST | _NOBODY)
     finally:
         client.disable_monitor()
         context.destroy(linger=0)

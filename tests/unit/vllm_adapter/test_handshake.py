@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,28 @@ def test_connections_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) ->
         side.stop()
 
 
+def test_a_question_that_is_lost_with_its_connection_is_asked_again() -> None:
+    # The kernel goes on listening while ZMQ's listener begins anew, so nobody is turned away.
+    with socket.create_server((HOST, 0)) as listening, ThreadPoolExecutor() as pool:
+        port = listening.getsockname()[1]
+
+        def lose_one_and_answer_the_next() -> None:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+                listener.setsockopt(zmq.LINGER, int(1000 * LONG_S))
+                listener.setsockopt(zmq.RCVTIMEO, int(1000 * LONG_S))
+                for is_lost in (True, False):
+                    listener.setsockopt(zmq.USE_FD, os.dup(listening.fileno()))
+                    listener.bind(f"tcp://{HOST}:{port}")
+                    *envelope, _ = listener.recv_multipart()
+                    if is_lost:
+                        listener.unbind(listener.LAST_ENDPOINT)
+                listener.send_multipart([*envelope, msgspec.msgpack.encode(HELLO)])
+
+        loser = pool.submit(lose_one_and_answer_the_next)
+        assert query_peers(HOST, port, LONG_S) == HELLO
+        loser.result()
+
+
 def test_connections_that_end_are_not_counted_any_more(channel: SideChannel) -> None:
     for _ in range(50):
         with socket.create_connection((HOST, channel.port), LONG_S) as client:
@@ -248,8 +271,8 @@ def test_connections_that_end_are_not_counted_any_more(channel: SideChannel) -> 
 
 def _answers(port: int) -> bool:
     try:
-        return query_peers(HOST, port, LONG_S) == HELLO
-    except PeerUnreachableError:
+        return query_peers(HOST, port, LONG_S / 10) == HELLO
+    except (PeerUnreachableError, PeerIncompatibleError):  # hung up on, again and again
         return False
 
 
