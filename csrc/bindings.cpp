@@ -35,6 +35,27 @@ void throw_if_error(const Status& status) {
   }
 }
 
+// An exception of its own for each way in which a meeting fails.
+void throw_if_not_met(const ConnectResult& result) {
+  PyObject* type = nullptr;
+  switch (result.reason) {
+    case Reason::kPeerUnreachable:
+      type = PyExc_TimeoutError;
+      break;
+    case Reason::kPeerLost:
+      type = PyExc_ConnectionResetError;
+      break;
+    case Reason::kShutdown:
+      type = PyExc_ConnectionAbortedError;
+      break;
+    default:
+      throw_if_error(result.status);
+      return;
+  }
+  PyErr_SetString(type, result.status.message().c_str());
+  throw py::error_already_set();
+}
+
 template <typename Enum>
 Enum from_name(const std::string& field, const std::string& name, const char* first,
                const char* second) {
@@ -573,11 +594,7 @@ class PyEngine {
         result = thread_.connect(std::move(targets.value()), timeout);
       }
     }
-    if (result.timed_out) {
-      PyErr_SetString(PyExc_TimeoutError, result.status.message().c_str());
-      throw py::error_already_set();
-    }
-    throw_if_error(result.status);
+    throw_if_not_met(result);
     return sessions;
   }
 

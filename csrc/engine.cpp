@@ -46,7 +46,7 @@ void Engine::handle(Command command) {
 void Engine::on(ConnectCommand command) {
   const std::uint64_t id = command.id;
   if (stopping_) {
-    end_connect(id, false, Status::error("the engine is stopping"));
+    end_connect(id, Reason::kShutdown, Status::error("the engine is stopping"));
     return;
   }
   // A peer lost on the way ends the connect, and its entry: the targets must outlive that.
@@ -58,7 +58,7 @@ void Engine::on(ConnectCommand command) {
       return;
     }
     if (!status.is_ok()) {
-      end_connect(id, false, std::move(status));
+      end_connect(id, Reason::kIncompatible, std::move(status));
       return;
     }
   }
@@ -135,9 +135,9 @@ Result<Engine::Peer*> Engine::load_peer(const PeerInfo& info, const std::string*
   return &peer;
 }
 
-void Engine::end_connect(std::uint64_t id, bool timed_out, Status status) {
+void Engine::end_connect(std::uint64_t id, Reason reason, Status status) {
   connecting_.erase(id);
-  events_.emplace_back(ConnectResult{id, timed_out, std::move(status)});
+  events_.emplace_back(ConnectResult{id, reason, std::move(status)});
 }
 
 // Answers the connects whose peers have all said WELCOME, or whose time is up.
@@ -157,14 +157,14 @@ void Engine::settle_connects() {
     }
   }
   for (auto& [id, silent] : over) {
-    end_connect(id, !silent.empty(),
+    end_connect(id, silent.empty() ? Reason::kNone : Reason::kPeerUnreachable,
                 silent.empty() ? Status::ok()
                                : Status::error("no answer to HELLO from " + silent +
                                                "; is it alive, and can the transport reach it?"));
   }
 }
 
-void Engine::fail_connects(Session session, const Status& why) {
+void Engine::fail_connects(Session session, Reason reason, const Status& why) {
   std::vector<std::uint64_t> ids;
   for (const auto& [id, command] : connecting_) {
     if (std::any_of(command.targets.begin(), command.targets.end(),
@@ -173,7 +173,7 @@ void Engine::fail_connects(Session session, const Status& why) {
     }
   }
   for (const std::uint64_t id : ids) {
-    end_connect(id, false, why);
+    end_connect(id, reason, why);
   }
 }
 
@@ -310,7 +310,8 @@ void Engine::on(ShutdownCommand /*command*/) {
     consumer_.revoke_all(Reason::kShutdown, now, out);
   });
   while (!connecting_.empty()) {
-    end_connect(connecting_.begin()->first, false, Status::error("the engine is stopping"));
+    end_connect(connecting_.begin()->first, Reason::kShutdown,
+                Status::error("the engine is stopping"));
   }
 }
 
@@ -499,7 +500,8 @@ bool Engine::on_message(Session from, const RefuseMessage& message) {
     return true;
   }
   peer.greeted = false;
-  fail_connects(from, Status::error("the producer refuses: " + message.detail));
+  fail_connects(from, Reason::kIncompatible,
+                Status::error("the producer refuses: " + message.detail));
   return true;
 }
 
@@ -620,7 +622,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   peers_.erase(found);
   ++totals_.peers_lost;
   events_.emplace_back(PeerLostEvent{session, why});
-  fail_connects(session, Status::error("the producer was lost: " + why));
+  fail_connects(session, Reason::kPeerLost, Status::error("the producer was lost: " + why));
   Actions out;  // of its own: what is in collect() may lead here
   consumer_.on_peer_lost(session, fence, now, out);
   producer_.on_peer_lost(session, fence, now, out);

@@ -99,7 +99,8 @@ using Command = std::variant<ConnectCommand, GrantCommand, RevokeCommand, Fenced
 
 struct ConnectResult {
   std::uint64_t id = 0;
-  bool timed_out = false;
+  // kPeerUnreachable (no answer in time), kPeerLost, kIncompatible or kShutdown; kNone: all met.
+  Reason reason = Reason::kNone;
   Status status;
 };
 struct PeerLostEvent {
@@ -196,9 +197,9 @@ class Engine {
   void on(const WithdrawCommand& command);
   void on(ShutdownCommand command);
   Status greet(PeerTarget& target);
-  void end_connect(std::uint64_t id, bool timed_out, Status status);
+  void end_connect(std::uint64_t id, Reason reason, Status status);
   void settle_connects();
-  void fail_connects(Session session, const Status& why);
+  void fail_connects(Session session, Reason reason, const Status& why);
 
   // Messages.
   bool receive();

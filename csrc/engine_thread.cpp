@@ -105,7 +105,7 @@ void EngineThread::loop(Engine& engine) {
     rewinding = std::exchange(rewinds_, {});
   }
   for (auto& [id, promise] : waiting) {
-    promise.set_value({id, false, Status::error("the engine has stopped")});
+    promise.set_value({id, Reason::kShutdown, Status::error("the engine has stopped")});
   }
   for (auto& [id, promise] : rewinding) {
     promise.set_value({});
@@ -177,7 +177,7 @@ ConnectResult EngineThread::connect(std::vector<PeerTarget> targets, DurationNs 
     const std::lock_guard lock(state_mutex_);
     command.id = next_id_++;
     if (!running_) {
-      return {command.id, false, Status::error("the engine is not running")};
+      return {command.id, Reason::kShutdown, Status::error("the engine is not running")};
     }
     answer = connects_[command.id].get_future();
   }

@@ -241,9 +241,10 @@ class Pair:
     def terminate(self, engine: EngineProcess, limit_s: float) -> int | None:
         """Have an engine end by itself, as SIGTERM does; returns its exit status.
 
-        Its legs end as "lost". None: it did not end in time.
+        Its legs end as "lost". A stopped one goes on for it. None: it did not end in time.
         """
         engine.signal(signal.SIGTERM)
+        engine.signal(signal.SIGCONT)
         self._down.add(engine.settings.name)
         for timeline in self.live.values():
             self._lose_leg(engine, timeline)

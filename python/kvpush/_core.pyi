@@ -309,7 +309,9 @@ class Engine:
 
         `consumers` are the peer_info() of all ranks of this engine. Returns the sessions to grant
         to. Sessions already met are not met again. Raises ValueError if geometry or facts differ
-        (naming the field and both values) and TimeoutError if a peer does not answer.
+        (naming the field and both values), TimeoutError if a peer does not answer,
+        ConnectionResetError if one is lost meanwhile, and ConnectionAbortedError if this engine
+        stops.
         """
     def grant(
         self,

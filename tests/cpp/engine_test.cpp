@@ -136,7 +136,7 @@ TEST_F(EngineTest, PeersThatDifferAreRefusedByName) {
   pass(10 * kMillisecond);
   const auto results = other.take<ConnectResult>();
   ASSERT_EQ(results.size(), 1U);
-  EXPECT_FALSE(results[0].timed_out);
+  EXPECT_EQ(results[0].reason, Reason::kIncompatible);
   EXPECT_NE(results[0].status.message().find("another-model"), std::string::npos)
       << results[0].status.message();
 }
@@ -177,7 +177,7 @@ TEST_F(EngineTest, ConnectToNobodyTimesOutAndOthersAreNotDelayed) {
   pass(3 * kSecond, &dead);
   results = d.take<ConnectResult>();
   ASSERT_EQ(results.size(), 1U);
-  EXPECT_TRUE(results[0].timed_out);
+  EXPECT_EQ(results[0].reason, Reason::kPeerUnreachable);
 }
 
 TEST_F(EngineTest, ConnectWhoseHelloCannotBeSentFailsAtOnce) {
@@ -190,6 +190,7 @@ TEST_F(EngineTest, ConnectWhoseHelloCannotBeSentFailsAtOnce) {
   a.tick();
   const auto results = a.take<ConnectResult>();
   ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].reason, Reason::kPeerLost);
   EXPECT_FALSE(results[0].status.is_ok());
   EXPECT_EQ(a.transport->counts().peers, 0U);
 }
@@ -407,7 +408,7 @@ TEST_F(EngineTest, ShutdownRefusesWhatComesLaterAndReportsEachEndOnce) {
   d.connect(2, {p.info});
   pass(10 * kMillisecond);
   expect_end(d, 5, End::kFailed, Reason::kShutdown);
-  EXPECT_FALSE(d.take<ConnectResult>().at(0).status.is_ok());
+  EXPECT_EQ(d.take<ConnectResult>().at(0).reason, Reason::kShutdown);
 }
 
 TEST_F(EngineTest, HelloRepeatedChangesNothing) {

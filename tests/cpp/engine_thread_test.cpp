@@ -197,7 +197,7 @@ TEST_F(EngineThreadTest, ConnectTimesOut) {
   nobody.transport_metadata = Bytes(1, std::byte{'P'});
   const auto targets = find_targets(std::vector{nobody}, std::vector{d.told()}, 0);
   const ConnectResult result = d.thread.connect(targets.value(), 50 * kMillisecond);
-  EXPECT_TRUE(result.timed_out);
+  EXPECT_EQ(result.reason, Reason::kPeerUnreachable);
   EXPECT_FALSE(result.status.is_ok());
 }
 
@@ -213,8 +213,8 @@ TEST_F(EngineThreadTest, StopAnswersWhoWaitsForAConnect) {
   }
   d.thread.shutdown(0);
   waiting.join();
-  EXPECT_FALSE(result.status.is_ok());
-  EXPECT_FALSE(d.thread.connect(targets, kLimit).status.is_ok());
+  EXPECT_EQ(result.reason, Reason::kShutdown);
+  EXPECT_EQ(d.thread.connect(targets, kLimit).reason, Reason::kShutdown);
 }
 
 TEST_F(EngineThreadTest, StartErrorsAreReportedAndTheThreadIsGone) {

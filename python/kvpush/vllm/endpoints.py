@@ -171,6 +171,10 @@ class Endpoints:
             return _failed(address, "peer_unreachable", error)
         except TimeoutError as error:
             return _failed(address, "peer_unreachable", error)
+        except ConnectionResetError as error:
+            return _failed(address, "peer_lost", error)
+        except ConnectionAbortedError as error:
+            return _failed(address, "shutdown", error)
         except (PeerIncompatibleError, ValueError) as error:
             return _failed(address, "incompatible", error)
         except Exception as error:

@@ -243,6 +243,7 @@ def test_a_question_that_is_lost_with_its_connection_is_asked_again() -> None:
     # The kernel goes on listening while ZMQ's listener begins anew, so nobody is turned away.
     with socket.create_server((HOST, 0)) as listening, ThreadPoolExecutor() as pool:
         port = listening.getsockname()[1]
+        address = f"tcp://{HOST}:{port}"
 
         def lose_one_and_answer_the_next() -> None:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
@@ -250,10 +251,10 @@ def test_a_question_that_is_lost_with_its_connection_is_asked_again() -> None:
                 listener.setsockopt(zmq.RCVTIMEO, int(1000 * LONG_S))
                 for is_lost in (True, False):
                     listener.setsockopt(zmq.USE_FD, os.dup(listening.fileno()))
-                    listener.bind(f"tcp://{HOST}:{port}")
+                    listener.bind(address)
                     *envelope, _ = listener.recv_multipart()
                     if is_lost:
-                        listener.unbind(listener.LAST_ENDPOINT)
+                        listener.unbind(address)
                 listener.send_multipart([*envelope, msgspec.msgpack.encode(HELLO)])
 
         loser = pool.submit(lose_one_and_answer_the_next)

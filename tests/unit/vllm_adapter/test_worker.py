@@ -208,6 +208,8 @@ def failure(rig: Rig) -> str:
     [
         (ValueError("head_size: 64 here, 128 there"), "incompatible"),
         (TimeoutError("no answer"), "peer_unreachable"),
+        (ConnectionResetError("it went away"), "peer_lost"),
+        (ConnectionAbortedError("this engine stops"), "shutdown"),
         (RuntimeError("transport"), "peer_unreachable"),
     ],
 )
