@@ -529,6 +529,17 @@ void bind_event(py::module_& m) {
       .def_property_readonly("post_us", [=](const PyEvent& e) { return micros(e.stats.post_ns); })
       .def_property_readonly("transfer_us",
                              [=](const PyEvent& e) { return micros(e.stats.transfer_ns); })
+      .def_property_readonly("moved",
+                             [=](const PyEvent& e) -> py::object {
+                               const PostStats& s = e.stats;
+                               if (s.bytes == 0) {
+                                 return py::none();
+                               }
+                               return py::make_tuple(s.bytes, s.descriptors_before, s.descriptors,
+                                                     1e-9 * static_cast<double>(s.plan_ns),
+                                                     1e-9 * static_cast<double>(s.post_ns),
+                                                     1e-9 * static_cast<double>(s.transfer_ns));
+                             })
       .def_property_readonly("first_post_ns", [](const PyEvent& e) { return e.stats.first_post; })
       .def_property_readonly("last_post_ns", [](const PyEvent& e) { return e.stats.last_post; })
       .def("__repr__", [](const PyEvent& e) {

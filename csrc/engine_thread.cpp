@@ -1,5 +1,6 @@
 #include "engine_thread.h"
 
+#include <sched.h>
 #include <sys/prctl.h>
 #include <utility>
 
@@ -17,6 +18,15 @@ void answer(std::map<std::uint64_t, std::promise<T>>& waiting, std::uint64_t id,
   if (auto found = waiting.extract(id); !found.empty()) {
     found.mapped().set_value(std::move(value));
   }
+}
+
+// A thread that a command wakes on the caller's own core would take that core at once, and the
+// caller, in a hook of vLLM's engine loop, would wait while a whole request is planned and posted.
+// Batch threads wait for a free core, or for the caller to sleep. Where a container forbids it,
+// only that is lost.
+void yield_to_wakers() {
+  const sched_param no_priority{};
+  sched_setscheduler(0, SCHED_BATCH, &no_priority);
 }
 }  // namespace
 
@@ -54,6 +64,7 @@ void EngineThread::run(const TransportFactory& factory, std::unique_ptr<DeviceFe
   prctl(PR_SET_NAME, "kvpush", 0, 0, 0);
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
   Result<std::unique_ptr<Transport>> transport = factory();
+  yield_to_wakers();  // after the transport has started its own threads, which would inherit it
   Status status = transport.status();
   if (status.is_ok()) {
     status = transport.value()->register_memory(memory);

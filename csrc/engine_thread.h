@@ -4,7 +4,8 @@
 // The loop spins while something happens, yields the core for short naps while something is live,
 // and sleeps while nothing is. A command ends the sleep at once, and waits for the end of a nap:
 // waking a thread would cost the caller more than the nap costs the transfer. A message from a peer
-// can't wake it (NIXL has no way to wait), so the lengths are what its latency costs.
+// can't wake it (NIXL has no way to wait), so the lengths are what its latency costs. Its policy is
+// SCHED_BATCH: where cores are short it goes on when they are free, not at once.
 #pragma once
 
 #include <atomic>
