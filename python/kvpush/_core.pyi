@@ -272,6 +272,12 @@ class Event:
     def transfer_us(self) -> float:
         """First post to last completion: of an offer's writes (push), a grant's READs (pull)."""
     @property
+    def moved(self) -> tuple[int, int, int, float, float, float] | None:
+        """Bytes, descriptors before, descriptors; seconds to plan, post, transfer. All at once.
+
+        None where no byte was moved.
+        """
+    @property
     def first_post_ns(self) -> int:
         """When the first call to post them began: time.monotonic_ns(); 0 if there was none."""
     @property

@@ -146,7 +146,8 @@ class _WorkerRole:
         self._auth = auth
         self.side: WorkerSide | None = None
         self.info = b""
-        self.stats = KvPushStats()
+        # None: nothing has happened since they were asked for.
+        self.stats: KvPushStats | None = None
         self.metadata: Any = None
         # Interfaces that take failures by block: reported there first, then as received.
         self.failed_blocks: set[int] = set()
@@ -175,11 +176,12 @@ class _WorkerRole:
         if self.side is None or not self.side.has_results():
             return None
         results = self.side.take_results()
-        self.stats.record_received(results.delivered)
+        stats = self.stats = self.stats or KvPushStats()
+        stats.record_received(results.delivered)
         for event in results.events:
-            self.stats.record(event)
+            stats.record(event)
         for reason in results.failures:
-            self.stats.record_failure(reason)
+            stats.record_failure(reason)
         return results
 
     def blocks_of(self, request_id: str) -> list[int]:
@@ -389,10 +391,10 @@ class KvPushConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         if self._scheduler is not None:
             return self._scheduler.take_stats()
         worker = self._worker
-        if worker is None or worker.stats.is_empty():
+        if worker is None or worker.stats is None:
             return None
-        stats, worker.stats = worker.stats, KvPushStats()
-        return stats
+        stats, worker.stats = worker.stats, None
+        return None if stats.is_empty() else stats
 
     # --- both -------------------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ from kvpush._core import Event
 __all__ = ["KvPushPromMetrics", "KvPushStats"]
 
 _SERIES = ("bytes", "descriptors_before", "descriptors", "plan_s", "post_s", "transfer_s")
-"""One entry per transfer that this rank has written (push) or read (pull). Times are seconds."""
-
-_MICROS = 1e-6
+"""The figures of one transfer that this rank has written (push) or read (pull), in the order of
+`Event.moved`. Times are seconds."""
 
 
 @dataclass
@@ -32,24 +31,22 @@ class KvPushStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {name: [] for name in _SERIES}
-        self.data["received"] = 0
-        self.data["read"] = 0
-        self.data["failed"] = {}
-        self.data["refused_clients"] = 0
+        self.data = {"moved": [], "received": 0, "read": 0, "failed": {}, "refused_clients": 0}
 
     def record(self, event: Event) -> None:
         """Count how one grant or offer ended."""
-        if event.kind == "received":
-            self.data["received"] += 1
-            if event.bytes:  # pull: it was read here
-                self.data["read"] += 1
-                self._record_moved(event)
-        elif event.kind == "sent":
-            if event.bytes:
-                self._record_moved(event)
-        elif event.kind in ("receive_failed", "send_failed"):
+        kind = event.kind
+        if kind in ("receive_failed", "send_failed"):
             self.record_failure(event.reason)
+            return
+        if kind == "received":
+            self.data["received"] += 1
+        elif kind != "sent":
+            return
+        moved = event.moved
+        if moved is not None:
+            self.data["moved"].append(moved)
+            self.data["read"] += kind == "received"  # pull: it was read here
 
     def record_received(self, count: int) -> None:
         """Count grants that ended well."""
@@ -64,18 +61,9 @@ class KvPushStats(KVConnectorStats):
         """Count clients of the side channel that had not the right auth key, or none at all."""
         self.data["refused_clients"] += count
 
-    def _record_moved(self, event: Event) -> None:
-        self.data["bytes"].append(event.bytes)
-        self.data["descriptors_before"].append(event.descriptors_before)
-        self.data["descriptors"].append(event.descriptors)
-        self.data["plan_s"].append(event.plan_us * _MICROS)
-        self.data["post_s"].append(event.post_us * _MICROS)
-        self.data["transfer_s"].append(event.transfer_us * _MICROS)
-
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another rank's or interval's."""
-        for name in _SERIES:
-            self.data[name].extend(other.data[name])
+        self.data["moved"].extend(other.data["moved"])
         self.data["received"] += other.data["received"]
         self.data["read"] += other.data["read"]
         self.data["refused_clients"] += other.data["refused_clients"]
@@ -85,23 +73,24 @@ class KvPushStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        counts = ("bytes", "received", "failed", "refused_clients")
+        counts = ("moved", "received", "failed", "refused_clients")
         return not any(self.data[name] for name in counts)
 
     def reduce(self) -> dict[str, int | float]:
         """The interval in a few figures, for vLLM's log line."""
-        moved, read = len(self.data["bytes"]), self.data["read"]
-        before, after = sum(self.data["descriptors_before"]), sum(self.data["descriptors"])
+        series = _by_series(self.data)
+        moved, read = len(self.data["moved"]), self.data["read"]
+        before, after = sum(series["descriptors_before"]), sum(series["descriptors"])
         figures: dict[str, int | float] = {
             "Transfers read" if read else "Transfers sent": moved,
             "Transfers received": self.data["received"],
             "Transfers failed": sum(self.data["failed"].values()),
-            "MB read" if read else "MB sent": round(sum(self.data["bytes"]) / 2**20, 3),
+            "MB read" if read else "MB sent": round(sum(series["bytes"]) / 2**20, 3),
             "Descriptors": after,
             "Descriptors before coalescing": before,
         }
         for name in ("plan_s", "post_s", "transfer_s"):
-            values = sorted(self.data[name])
+            values = sorted(series[name])
             label = name.removesuffix("_s")
             figures[f"Mean {label} (ms)"] = round(1e3 * sum(values) / moved, 3) if moved else 0
             figures[f"P90 {label} (ms)"] = round(1e3 * values[int(0.9 * moved)], 3) if moved else 0
@@ -110,6 +99,11 @@ class KvPushStats(KVConnectorStats):
         for reason, count in sorted(self.data["failed"].items()):
             figures[f"Failed: {reason}"] = count
         return figures
+
+
+def _by_series(data: dict[str, Any]) -> dict[str, list[float]]:
+    """The figures of all transfers, by name."""
+    return {name: [moved[place] for moved in data["moved"]] for place, name in enumerate(_SERIES)}
 
 
 class KvPushPromMetrics(KVConnectorPromMetrics):
@@ -179,8 +173,9 @@ class KvPushPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's stats."""
+        series = _by_series(transfer_stats_data)
         for name, histogram in self._histograms.items():
-            for value in transfer_stats_data[name]:
+            for value in series[name]:
                 histogram[engine_idx].observe(value)
         self._received[engine_idx].inc(transfer_stats_data["received"])
         self._refused_clients[engine_idx].inc(transfer_stats_data["refused_clients"])

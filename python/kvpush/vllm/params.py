@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvpush.errors import BadParamsError
 
@@ -44,6 +45,27 @@ class ConsumeParams(msgspec.Struct, frozen=True):
     port: int
 
 
+_Text = Annotated[str, Meta(min_length=1)]
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class _Fields(msgspec.Struct):
+    """What is good for certain, each field for itself. Of the rest, errors are worded by hand."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: _Text | None = None
+    remote_host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:%\[\]-]{1,255}\Z")] | None = None
+    remote_port: Annotated[int, Meta(ge=1, lt=1 << 16)] | None = None
+    remote_request_id: _Text | None = None
+    remote_engine_id: _Text | None = None
+    remote_block_ids: Any = None
+    tp_size: _Count | None = None
+    pp_size: _Count | None = None
+    dcp_size: _Count | None = None
+    remote_num_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
 def base_request_id(request_id: str) -> str:
     """A request id without what vLLM adds to it per engine and per sample."""
     return _SAMPLE_PREFIX.sub("", _RANDOM_SUFFIX.sub("", request_id))
@@ -57,6 +79,31 @@ def parse_params(params: object, request_id: str) -> ProduceParams | ConsumePara
     """
     if params is None or params == {}:
         return None
+    return _parse_usual(params) or _parse_any(params, request_id)
+
+
+def _parse_usual(params: object) -> ProduceParams | ConsumeParams | None:
+    """What our router sends, in one step, as every request pays for it; None for the rest."""
+    if not isinstance(params, dict):
+        return None
+    try:
+        fields = msgspec.convert(params, _Fields)
+    except msgspec.ValidationError:
+        return None
+    given = fields.transfer_id
+    if given is None or not given.isascii() or len(given) > MAX_TRANSFER_ID_BYTES:
+        return None
+    if fields.do_remote_decode:
+        return None if fields.do_remote_prefill else ProduceParams(given)
+    host, port, blocks = fields.remote_host, fields.remote_port, fields.remote_block_ids
+    if not fields.do_remote_prefill or host is None or port is None:
+        return None
+    if blocks is not None and not isinstance(blocks, (list, tuple)):
+        return None
+    return ConsumeParams(given, host, port)
+
+
+def _parse_any(params: object, request_id: str) -> ProduceParams | ConsumeParams | None:
     if not isinstance(params, Mapping):
         raise BadParamsError("kv_transfer_params", params, "give an object, or leave it out")
     produce = _flag(params, "do_remote_decode")

@@ -404,7 +404,10 @@ class WorkerSide:
     def _take_event(self, event: Event, results: Results) -> None:
         kind = event.kind
         if kind == "received":  # nearly all on a decode engine
-            results.delivered += 1
+            if self._facts.mode == "pull":
+                results.events.append(event)  # it was read here, and has figures
+            else:
+                results.delivered += 1
             self._end_receive(event, kind, results)
             return
         results.events.append(event)

@@ -100,6 +100,12 @@ class FakeEvent:
     post_us: float = 0.0
     transfer_us: float = 0.0
 
+    @property
+    def moved(self) -> tuple[float, ...] | None:
+        times = (self.plan_us, self.post_us, self.transfer_us)
+        counts = (self.bytes, self.descriptors_before, self.descriptors)
+        return (*counts, *(1e-6 * time for time in times)) if self.bytes else None
+
 
 @dataclass
 class FakeEngine:

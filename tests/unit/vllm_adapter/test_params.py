@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
 from kvpush.errors import BadParamsError
+from kvpush.vllm import params as params_module
 from kvpush.vllm.params import ConsumeParams, ProduceParams, parse_params
 from tests.unit.vllm_adapter.fakes import consume, produce
 
@@ -100,3 +102,28 @@ def test_samples_share_their_parents_id() -> None:
     d = parse_params(consume(transfer_id=None), "1_cmpl-x-0-22222222")
     assert d is not None
     assert d.transfer_id == "cmpl-x-0"
+
+
+_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, 2, 65535, 65536, 5600.0, -1),
+    *("", "t", "1", "h\n", "\u00e9", "127.0.0.1", "[::1]", "a_b.c-d%eth0", "x" * 256, "x" * 257),
+    *([], [[1]], (), {}, b"t"),
+)
+
+
+@pytest.mark.parametrize("field", [*params_module._Fields.__struct_fields__, "something_else"])
+def test_the_quick_way_differs_in_nothing_but_time(field: str) -> None:
+    quick = 0
+    for leg in ({}, consume(), produce()):
+        for value in _VALUES:
+            params = leg | {field: value}
+            usual = params_module._parse_usual(params)
+            if usual is not None:
+                quick += 1
+                assert usual == params_module._parse_any(params, ID), params
+    assert quick
+
+
+def test_the_usual_parameters_go_the_quick_way() -> None:
+    assert params_module._parse_usual(consume(transfer_id="t")) is not None
+    assert params_module._parse_usual(produce(transfer_id="t")) is not None

@@ -57,7 +57,7 @@ class Rig:
             WorkerFacts(**{**defaults, **facts}), self.engine, [b"me"], 0, events, auth
         )
         self.step = 0
-        hello = HelloReply(PROTOCOL, "p", "push", 1, 1, [b"rank"])
+        hello = HelloReply(PROTOCOL, "p", facts.get("mode", "push"), 1, 1, [b"rank"])
         self.channel = SideChannel(HOST, 0, dict, hello, auth=channel_auth)
         self.channel.start()
 
@@ -226,6 +226,19 @@ def test_a_failed_meeting_fails_its_requests_and_is_tried_again(
     rig.engine.on_connect = lambda: [8]
     rig.granted()
     assert rig.engine.grants[0][4] == [8]
+
+
+def test_reads_reach_the_metrics_with_their_figures() -> None:
+    rig = Rig(mode="pull")
+    try:
+        ticket = rig.granted()
+        rig.engine.events.append(FakeEvent("received", ticket, bytes=4096, descriptors=2))
+        results = rig.side.take_results()
+        assert results.received == {"r"}
+        assert [event.bytes for event in results.events] == [4096]
+        assert results.delivered == 0  # it would be counted twice
+    finally:
+        rig.channel.stop()
 
 
 def test_one_dead_peer_does_not_delay_another(rig: Rig) -> None:
