@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -228,6 +228,7 @@ def main(
     duration_s: Annotated[float, typer.Option(help="time of each measurement")] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     details: Annotated[bool, typer.Option(help="also show every hook")] = True,
+    save: Annotated[Path | None, typer.Option(help="a file for the summary")] = None,
 ) -> None:
     """Time every connector hook in real engines, ours and the stock push connector's."""
     levels = [int(level) for level in in_flight.split(",")]
@@ -236,6 +237,10 @@ def main(
     console.print(f"[dim]the engines' logs: {logs}[/]")
     results = run_benchmark(rounds, levels, load, logs, ModelSettings())
     rows = summarize(results, levels)
+    if save is not None:
+        loads = [row["load_average"] for runs in results.values() for run in runs for row in run]
+        facts = {"rounds": rounds, "load": asdict(load), "load_average": max(loads)}
+        save.write_text(json.dumps({"settings": facts, "summary": rows}, indent=1) + "\n")
     if as_json:
         print(json.dumps({"summary": rows, "runs": results}))
         return

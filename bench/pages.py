@@ -7,6 +7,7 @@ bench/results; a test checks that the pages are as this makes them.
     load.json         the same over several rates; its charts go to docs/images
     budget.json       python -m bench.replay budget --save FILE
     handoff.json      python -m bench.handoff --save FILE
+    hooks.json        python -m bench.hooks --save FILE
     selftest.json     kvpush selftest --json >FILE
 """
 
@@ -33,8 +34,10 @@ PAGES = (Path("README.md"), Path("docs/performance.md"))
 _NOTHING = "No results yet."
 _STOCK = ("stock-push", "stock-pull")
 
-# Goals of the two benchmarks that are not replays.
+# Goals of the benchmarks that are not replays.
 HANDOFF_AT_MOST = 0.02
+HOOKS_AT_MOST = 0.1
+_HOOKS_IN_FLIGHT = 64
 SELFTEST_AT_LEAST = 0.97
 _LARGE_REQUEST = "1024 blocks"
 
@@ -134,7 +137,7 @@ def limit_part(found: Sequence[Sequence[Run]]) -> str:
     return _markdown(["load", "mode", *titles], rows)
 
 
-def goals_part(found: Sequence[Sequence[Run]], handoff: Any, selftest: Any) -> str:
+def goals_part(found: Sequence[Sequence[Run]], handoff: Any, hooks: Any, selftest: Any) -> str:
     """Every goal that was measured, and what came of it."""
     rows = []
     for runs in found:
@@ -149,6 +152,11 @@ def goals_part(found: Sequence[Sequence[Run]], handoff: Any, selftest: Any) -> s
             what = "both known to posted, Python spinning, p99"
             met = _yes(value <= HANDOFF_AT_MOST)
             rows.append([what, "stock-like writer", bound, f"{value:.4f}", met])
+    for row in hooks["summary"] if hooks else ():
+        if row["in_flight"] == _HOOKS_IN_FLIGHT:
+            value, bound = row["ratio mean"], f"at most {HOOKS_AT_MOST:g}"
+            what = f"hook time per {row['per']}, {_HOOKS_IN_FLIGHT} in flight, mean"
+            rows.append([what, "stock-push", bound, f"{value:.3f}", _yes(value <= HOOKS_AT_MOST)])
     for row in selftest["rows"] if selftest else ():
         if row["request"] == _LARGE_REQUEST and row["layers"] == _most_layers(selftest):
             value, bound = row["bare_ratio"], f"at least {SELFTEST_AT_LEAST:g}"
@@ -197,6 +205,21 @@ def handoff_part(handoff: Any) -> str:
 _P = ("p50", "p99")
 
 
+def hooks_part(hooks: Any) -> str:
+    """Hook time of the main thread, ours and the stock push connector's."""
+    rows = []
+    for row in hooks["summary"] if hooks else ():
+        cells = [str(row["in_flight"]), row["per"]]
+        for kind, digits in (("kvpush", 0), ("stock-push", 0), ("ratio", 2)):
+            for statistic in ("mean", "p50", "cpu"):
+                value = row.get(f"{kind} {statistic}")
+                cells.append("-" if value is None else f"{value:,.{digits}f}")
+        rows.append(cells)
+    kinds = ("kvpush", "stock push", "ratio")
+    titles = [f"{kind} {statistic}" for kind in kinds for statistic in ("mean", "p50", "CPU")]
+    return _markdown(["in flight", "per", *titles], rows)
+
+
 def selftest_part(selftest: Any) -> str:
     """Large transfers beside a bare NIXL WRITE."""
     rows = [
@@ -227,15 +250,17 @@ def charts_part(results: Path) -> str:
 def parts(folder: Path) -> dict[str, str]:
     """The generated parts of the pages, by the name in their markers."""
     found = [load(path) for path in sorted(folder.glob("scenario_*.json"))]
-    handoff, selftest = _json(folder / "handoff.json"), _json(folder / "selftest.json")
+    handoff, hooks = _json(folder / "handoff.json"), _json(folder / "hooks.json")
+    selftest = _json(folder / "selftest.json")
     return {
         "charts": charts_part(folder / "load.json"),
         "stock": stock_part(found),
         "values": values_part(found),
         "limit": limit_part(found),
-        "goals": goals_part(found, handoff, selftest),
+        "goals": goals_part(found, handoff, hooks, selftest),
         "budget": budget_part(_json(folder / "budget.json")),
         "handoff": handoff_part(handoff),
+        "hooks": hooks_part(hooks),
         "selftest": selftest_part(selftest),
     }
 

@@ -15,6 +15,7 @@ from bench.pages import (
     charts_part,
     fill,
     goals_part,
+    hooks_part,
     parts,
     selftest_part,
     stock_part,
@@ -134,11 +135,26 @@ def test_tables_name_what_was_measured() -> None:
     assert row[2:] == ["0.30", "-", "-", "-", "1.00", "-", "-", "-"]
     handoff = {"rows": [{"main_thread": "spinning", "stage": "posted", "ratio_p99": 0.0213}]}
     selftest = {"rows": [{"request": "1024 blocks", "layers": 64, "bare_ratio": 0.966}]}
-    goals = [line[2:-2].split(" | ") for line in goals_part([runs], handoff, selftest).splitlines()]
+    hooks = {
+        "summary": [
+            {"in_flight": 64, "per": "request", "ratio mean": 0.1004},
+            {"in_flight": 16, "per": "request", "ratio mean": 0.01},
+        ]
+    }
+    part = goals_part([runs], handoff, hooks, selftest)
+    goals = [line[2:-2].split(" | ") for line in part.splitlines()]
     assert goals[2][1:] == ["stock-push", "at most 0.35", "0.30", "yes"]
     assert goals[3][1:] == ["stock-like writer", "at most 0.02", "0.0213", "no"]
-    assert goals[4][1:] == ["bare NIXL WRITE", "at least 0.97", "0.97", "yes"]
-    assert goals_part([], None, None) == "No results yet."
+    assert goals[4][1:] == ["stock-push", "at most 0.1", "0.100", "no"]
+    assert goals[5][1:] == ["bare NIXL WRITE", "at least 0.97", "0.97", "yes"]
+    assert goals_part([], None, None, None) == "No results yet."
+
+
+def test_hook_times_stand_beside_stock_s() -> None:
+    row = {"in_flight": 64, "per": "request", "kvpush mean": 150.4, "ratio mean": 0.123}
+    line = hooks_part({"summary": [row]}).splitlines()[-1]
+    assert line == "| 64 | request | 150 | - | - | - | - | - | 0.12 | - | - |"
+    assert hooks_part(None) == "No results yet."
 
 
 def test_a_budget_s_table_has_a_row_for_each_stage() -> None:
