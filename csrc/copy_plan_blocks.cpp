@@ -122,12 +122,19 @@ void BlockMatcher::radix_sort(BlockId largest) {
 Status BlockMatcher::match_equal(Range range, const GroupBlocks& consumer,
                                  const GroupBlocks& producer) {
   const std::uint64_t per_block = key_.consumer_tokens_per_block;
+  // Only the first and the last block of a range can be needed in part.
+  const std::uint64_t first_whole = (range.begin + per_block - 1) / per_block;
+  const std::uint64_t end_whole = range.end / per_block;
   for (const std::uint64_t entry : order_) {
     const std::uint64_t index = consumer.first_block + std::uint64_t{list_place(entry)};
     const std::uint64_t place = index - producer.first_block;  // wraps where it is missing
     if (place >= producer.ids.size() || producer.ids[place] == kNoBlock) {
       overlaps_.clear();
       return missing(index, index);
+    }
+    if (index >= first_whole && index < end_whole) {
+      overlaps_.push_back({block_id(entry), producer.ids[place], 0, 0, narrow(per_block)});
+      continue;
     }
     const std::uint64_t begin = std::max(index * per_block, range.begin);
     const std::uint64_t end = std::min((index + 1) * per_block, range.end);
