@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/support/*.h tests/sim/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp)
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/support/*.h tests/sim/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp bench/core/*.h bench/core/*.cpp)
 PYTEST = python -m pytest
 
 .DEFAULT_GOAL := help

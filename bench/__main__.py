@@ -14,6 +14,7 @@ OUT = Path("build/bench")
 
 # Shortest first.
 BENCHES: dict[str, list[str]] = {
+    "core": ["-m", "bench.core"],
     "selftest": ["-m", "kvpush", "selftest"],
     "completion": ["-m", "bench.completion"],
     "handoff": ["-m", "bench.handoff"],

@@ -3,27 +3,31 @@
 Both do the same work on the same ids: a request's blocks on a prefill engine, its blocks on a
 decode engine, for every region. Three stages, each timed alone:
 
-* plan: stock, its own `_compute_desc_ids` for both sides; kvpush, `CopyPlanner.plan_pattern`, which
-  is what the engine calls.
+* plan: stock, its own `_compute_desc_ids` for both sides; kvpush, `CopyPlanner.plan_pattern` called
+  from Python. The engine calls it from its native thread ("core"), which takes less.
 * make: stock, `make_prepped_xfer` on lists of all blocks prepared beforehand (the time for that is
-  printed apart), one handle for the whole request; kvpush, descriptors of the planned runs and
-  `initialize_xfer`, which need nothing beforehand, one handle for every part that the engine posts.
+  printed apart), one handle for the whole request; kvpush, from a plan to a handle for every part,
+  which needs nothing beforehand.
 * post: `transfer`, until all handles are done.
 
-Both go through NIXL's Python module between two agents of this process; the engine itself goes
-through the C API. After each transfer the bytes are compared. Times are the best of several rounds:
-processor time of the calling thread for plan and make, which never wait, and elapsed time for post.
+Stock goes through NIXL's Python module, as it does in vLLM. kvpush's make and post are those of the
+engine: Poster and NixlTransport over NIXL's C API, in a C++ program (bench/core/transfers.cpp) that
+is built first and answers this one. It also says how make's time divides, and what the same handles
+would cost from prepared lists. Either side has two agents in one process. After each transfer the
+bytes are compared. Times are the best of several rounds, which take turns: processor time of the
+calling thread for plan and make, which never wait, and elapsed time for post.
 
-`python -m bench.desc_prep` (needs vLLM and NIXL; about two minutes). `--quick` leaves NIXL out.
+`python -m bench.desc_prep` (needs vLLM and NIXL; about three minutes). `--quick` leaves NIXL out.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -34,7 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import record_allocation
+from bench.core.native import build
 from kvpush import _core
+from kvpush._nixl import find_library, prepare_environment
 
 Ids = npt.NDArray[np.uint32]
 
@@ -45,12 +51,35 @@ REGIONS = (64, 128)
 SIZES = record_allocation.SIZES
 PATTERNS = ("contiguous", "recorded", "random")
 PART_RUNS = 1_024  # the engine's max_batch_descriptors
-PART_BYTES = 32 << 20  # and its max_batch_bytes
 # Transfers of more pieces than this are made but not posted: posting takes some us for each.
 MAX_POSTED = 140_000
 POST_ROUNDS = 2
+TURNS = 2  # in which either side has half of the rounds
+QUICKEST_TIMED_US = 200.0  # calls are timed together until they take this long
 TABLE_COLUMNS = 150
 DONE_LIMIT_S = 120.0
+
+
+COSTS = ("spell out", "list", "create", "make", "make from prepared lists", "post")
+
+
+def costs_ns(row: dict[str, Any]) -> dict[str, float | None]:
+    """Of a row of the results, by the names in COSTS: nanoseconds for each descriptor.
+
+    `make` is the sum of the three before it: runs to addresses, addresses to NIXL's lists one call
+    each, lists to a handle.
+    """
+    ours, runs = row["ours"], row["runs"]
+    steps = (
+        ours["spell_out"],
+        ours["fill_lists"] - ours["spell_out"],
+        ours["make"] - ours["fill_lists"],
+        ours["make"],
+    )
+    values: list[float | None] = [1e3 * us / runs for us in steps]
+    values.append(1e3 * ours["prepared"] / row["descriptors"])
+    values.append(1e3 * ours["post"] / runs if "post" in ours else None)
+    return dict(zip(COSTS, values, strict=True))
 
 
 @dataclass
@@ -82,13 +111,18 @@ def block_ids(pattern: str, blocks: int) -> tuple[Ids, Ids]:
 
 
 def best_us(work: Callable[[], object], rounds: int) -> float:
-    """The quickest of some rounds."""
+    """The quickest of some rounds. Reading the clock takes as long as the quickest calls."""
+    start = time.thread_time()
+    work()
+    once_us = (time.thread_time() - start) * 1e6
+    calls = max(1, int(QUICKEST_TIMED_US / max(once_us, 1.0)))
     best = float("inf")
     for _ in range(rounds):
         start = time.thread_time()
-        work()
+        for _ in range(calls):
+            work()
         best = min(best, time.thread_time() - start)
-    return best * 1e6
+    return best * 1e6 / calls
 
 
 class Stock:
@@ -150,7 +184,7 @@ def make_planner(regions: int, producer: int, consumer: int) -> Any:
     return _core.CopyPlanner(local, remote, pairs, local_is_producer=True)
 
 
-class Wire:
+class StockWire:
     """Two NIXL agents of this process with a KV cache each."""
 
     def __init__(self) -> None:
@@ -167,8 +201,6 @@ class Wire:
             agent.register_memory([(memory.ctypes.data, size, 0, "")], "DRAM")
         self.peer = self.producer.add_remote_agent(self.consumer.get_agent_metadata())
         self.prepared: tuple[Any, Any] | None = None
-        # (address, length, device) of either side, reused as the engine reuses its lists.
-        self._table = np.zeros((2, PART_RUNS, 3), dtype=np.uint64)
         self.prepare_s = 0.0
 
     def prepare(self) -> None:
@@ -185,35 +217,42 @@ class Wire:
         self.prepare_s = time.perf_counter() - start
         self.prepared = (lists[0], lists[1])
 
-    def make_stock(self, local: Any, remote: Any) -> Any:
+    def make(self, local: Any, remote: Any) -> Any:
         assert self.prepared is not None
         return self.producer.make_prepped_xfer(
             "WRITE", self.prepared[0], local, self.prepared[1], remote, b"written"
         )
 
-    def make_ours(self, runs: npt.NDArray[np.uint64]) -> Any:
-        """A handle of one part of a plan."""
-        table = self._table[:, : len(runs)]
-        table[0, :, :2] = runs[:, ::2]
-        table[1, :, :2] = runs[:, 1:]
-        return self.producer.initialize_xfer(
-            "WRITE",
-            self.producer.get_xfer_descs(table[0], "DRAM"),
-            self.producer.get_xfer_descs(table[1], "DRAM"),
-            self.peer,
-            b"written",
-        )
+    def time_make(self, local: Any, remote: Any, rounds: int) -> float:
+        """The handle of a request; released at once and not posted. The quickest of some."""
+        best = float("inf")
+        for _ in range(rounds):
+            start = time.thread_time()
+            handle = self.make(local, remote)
+            best = min(best, time.thread_time() - start)
+            self.producer.release_xfer_handle(handle)
+        return best * 1e6
 
-    def post(self, handles: list[Any]) -> None:
+    def time_post(self, local: Any, remote: Any, check: Callable[[], None]) -> float:
+        """The quickest of some rounds, each compared byte for byte."""
+        best = float("inf")
+        for _ in range(POST_ROUNDS):
+            handle = self.make(local, remote)
+            start = time.perf_counter()
+            self._post(handle)
+            best = min(best, time.perf_counter() - start)
+            self.producer.release_xfer_handle(handle)
+            check()
+        return best * 1e6
+
+    def _post(self, handle: Any) -> None:
         deadline = time.monotonic() + DONE_LIMIT_S
-        states = [self.producer.transfer(handle) for handle in handles]
-        for handle, posted in zip(handles, states, strict=True):
-            state = posted
-            while state == "PROC" and time.monotonic() < deadline:
-                state = self.producer.check_xfer_state(handle)
-            if state != "DONE":
-                msg = f"a transfer ended as {state}"
-                raise RuntimeError(msg)
+        state = self.producer.transfer(handle)
+        while state == "PROC" and time.monotonic() < deadline:
+            state = self.producer.check_xfer_state(handle)
+        if state != "DONE":
+            msg = f"a transfer ended as {state}"
+            raise RuntimeError(msg)
         self.consumer.get_new_notifs()
 
     def check(self, regions: int, producer: Ids, consumer: Ids) -> None:
@@ -227,68 +266,81 @@ class Wire:
         self.sink[:] = 0
 
 
-Maker = Callable[[], Any]
+class OurWire:
+    """The C++ program: the engine's own way from a plan to a transfer."""
+
+    def __init__(self, part: int) -> None:
+        prepare_environment()
+        self._part = part
+        self._process = subprocess.Popen(
+            [build("kvpush_bench_transfers"), str(find_library())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        # By prepared lists as the stock connector has them, for the comparison.
+        self.prepared: dict[str, float] = self._ask("prepare")
+
+    def _ask(self, line: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            msg = f"the C++ benchmark ended with {self._process.wait()}; it says why above"
+            raise RuntimeError(msg)
+        return json.loads(answer)
+
+    def measure(self, row: Row, producer: Ids, consumer: Ids, rounds: int) -> dict[str, float]:
+        """Microseconds by stage."""
+        post_rounds = POST_ROUNDS if row.descriptors <= MAX_POSTED else 0
+        words = [row.regions, rounds, post_rounds, self._part, 1, row.blocks]
+        words += [*producer.tolist(), *consumer.tolist()]
+        answer: dict[str, float] = self._ask(" ".join(map(str, words)))
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
-def time_make(wire: Wire, makers: list[Maker], rounds: int) -> float:
-    """Makes every handle of a request; released at once and not posted. The quickest of some."""
-    best = float("inf")
-    for _ in range(rounds):
-        spent = 0.0
-        for make in makers:
-            start = time.thread_time()
-            handle = make()
-            spent += time.thread_time() - start
-            wire.producer.release_xfer_handle(handle)
-        best = min(best, spent)
-    return best * 1e6
+@dataclass
+class Wires:
+    stock: StockWire
+    ours: OurWire
 
 
-def time_post(wire: Wire, makers: list[Maker], check: Callable[[], None]) -> float:
-    """The quickest of some rounds, each compared byte for byte."""
-    best = float("inf")
-    for _ in range(POST_ROUNDS):
-        handles = [make() for make in makers]
-        start = time.perf_counter()
-        wire.post(handles)
-        best = min(best, time.perf_counter() - start)
-        for handle in handles:
-            wire.producer.release_xfer_handle(handle)
-        check()
-    return best * 1e6
+def keep_best(best: dict[str, float], more: dict[str, float]) -> None:
+    for stage, us in more.items():
+        best[stage] = min(us, best.get(stage, us))
 
 
-def measure(row: Row, wire: Wire | None, rounds: int) -> None:
+def measure(row: Row, wires: Wires | None, rounds: int) -> None:
     producer, consumer = block_ids(row.pattern, row.blocks)
     span = (0, row.blocks * BLOCK_TOKENS)
     stock = Stock(row.regions)
     # As they come: the stock connector gets lists of Python integers, ours arrays.
     local_list, remote_list = producer.tolist(), consumer.tolist()
-    bases = (1 << 40, 1 << 44)
-    if wire is not None:
-        bases = (wire.source.ctypes.data, wire.sink.ctypes.data)
-    planner = make_planner(row.regions, *bases)
-    row.stock["plan"] = best_us(lambda: (stock.plan(local_list), stock.plan(remote_list)), rounds)
+    planner = make_planner(row.regions, 1 << 40, 1 << 44)
     tables = ([(0, producer)], [(0, consumer)])
-    row.ours["plan"] = best_us(lambda: planner.plan_pattern(span, *tables), rounds)
     plan = planner.plan_pattern(span, *tables)
     row.runs, row.descriptors = plan.total_runs, plan.descriptors_before
-    if wire is None:
-        return
-
-    def check() -> None:
-        wire.check(row.regions, producer, consumer)
-
     local, remote = stock.plan(local_list), stock.plan(remote_list)
-    parts = [runs for _, runs in plan.parts(PART_RUNS, PART_BYTES)]
-    both: list[tuple[dict[str, float], list[Maker]]] = [
-        (row.stock, [lambda: wire.make_stock(local, remote)]),
-        (row.ours, [partial(wire.make_ours, part) for part in parts]),
-    ]
-    for side, makers in both:
-        side["make"] = time_make(wire, makers, rounds)
-        if row.descriptors <= MAX_POSTED:
-            side["post"] = time_post(wire, makers, check)
+    rounds = max(1, rounds // TURNS)
+    for _ in range(TURNS):
+        theirs = {
+            "plan": best_us(lambda: (stock.plan(local_list), stock.plan(remote_list)), rounds)
+        }
+        ours = {"plan": best_us(lambda: planner.plan_pattern(span, *tables), rounds)}
+        if wires is not None:
+            theirs["make"] = wires.stock.time_make(local, remote, rounds)
+            more = wires.ours.measure(row, producer, consumer, rounds)
+            ours |= {"core": more.pop("plan")} | more
+        keep_best(row.stock, theirs)
+        keep_best(row.ours, ours)
+    if wires is not None and row.descriptors <= MAX_POSTED:
+        row.stock["post"] = wires.stock.time_post(
+            local, remote, lambda: wires.stock.check(row.regions, producer, consumer)
+        )
 
 
 def pair_of(row: Row, stage: str) -> str:
@@ -301,46 +353,67 @@ def show(rows: list[Row], console: Console) -> None:
     table = Table(title="From block ids to a posted transfer, microseconds: stock / kvpush")
     for name in ("regions", "blocks", "pattern", "descriptors", "runs"):
         table.add_column(name, justify="left" if name == "pattern" else "right", no_wrap=True)
-    for name in ("plan", "ratio", "make", "plan + make", "ratio", "post"):
+    for name in ("plan", "ratio", "make", "plan + make", "post"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        for side in (row.stock, row.ours):
-            if "make" in side:
-                side["both"] = side["plan"] + side["make"]
+        both = [side["plan"] + side["make"] for side in (row.stock, row.ours) if "make" in side]
         cells = [str(row.regions), f"{row.blocks:,}", row.pattern]
         cells += [f"{row.descriptors:,}", f"{row.runs:,}", pair_of(row, "plan")]
         cells.append(f"{row.stock['plan'] / row.ours['plan']:.1f}x")
-        cells += [pair_of(row, "make"), pair_of(row, "both")]
-        cells.append(f"{row.stock['both'] / row.ours['both']:.2f}x" if "both" in row.ours else "")
+        cells += [pair_of(row, "make"), f"{both[0] / both[1]:.2f}x" if both else ""]
         cells.append(pair_of(row, "post"))
         table.add_row(*cells)
+    console.print(table)
+
+
+def show_parts(rows: list[Row], console: Console) -> None:
+    """What a descriptor of kvpush's costs, and from prepared lists."""
+    table = Table(title="kvpush, nanoseconds for each descriptor of a plan (prepared: each block)")
+    for name in ("regions", "blocks", "pattern", *COSTS):
+        table.add_column(name, justify="left" if name == "pattern" else "right", no_wrap=True)
+    for row in rows:
+        if "make" in row.ours:
+            cells = [f"{ns:.1f}" if ns is not None else "" for ns in costs_ns(asdict(row)).values()]
+            table.add_row(str(row.regions), f"{row.blocks:,}", row.pattern, *cells)
     console.print(table)
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="planning only, without NIXL")] = False,
     rounds: Annotated[int, typer.Option(help="rounds of each measurement")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON")] = False,
+    part: Annotated[int, typer.Option(help="descriptors in one handle of kvpush")] = PART_RUNS,
+    save: Annotated[
+        Path | None, typer.Option(help="a file for the rows, e.g. bench/results/desc_prep.json")
+    ] = None,
 ) -> None:
-    """Prints the table."""
+    """Prints the tables."""
     console = Console(width=TABLE_COLUMNS)
-    wire = None
+    wires = None
     if not quick:
-        wire = Wire()
-        wire.prepare()
+        wires = Wires(StockWire(), OurWire(part))
+        wires.stock.prepare()
     rows = [Row(r, b, p) for r in REGIONS for b in SIZES for p in PATTERNS]
     for row in rows:
-        measure(row, wire, rounds)
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    if wire is not None:
+        measure(row, wires, rounds)
+    result: dict[str, Any] = {"rows": [asdict(row) for row in rows]}
+    if wires is not None:
+        wires.ours.close()
         pieces = max(REGIONS) * POOL_BLOCKS
+        result["prepared"] = {
+            "descriptors": 2 * pieces,
+            "stock_s": wires.stock.prepare_s,
+            **wires.ours.prepared,
+        }
         console.print(
             f"Prepared beforehand by the stock connector: 2 lists of {pieces:,} descriptors, "
-            f"{wire.prepare_s:.1f} s. By kvpush: none."
+            f"{wires.stock.prepare_s:.1f} s. By kvpush: none; they would take "
+            f"{wires.ours.prepared['seconds']:.1f} s and {wires.ours.prepared['mb']:.0f} MB."
         )
     show(rows, console)
+    if wires is not None:
+        show_parts(rows, console)
+    if save is not None:
+        save.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

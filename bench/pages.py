@@ -1,4 +1,4 @@
-"""Writes the measured parts of README.md and docs/performance.md from the committed results.
+"""Writes the measured parts of README.md and two pages of docs from the committed results.
 
 ``python -m bench.pages``: each part stands between two markers, and is made anew from files in
 bench/results; a test checks that the pages are as this makes them.
@@ -9,6 +9,7 @@ bench/results; a test checks that the pages are as this makes them.
     handoff.json      python -m bench.handoff --save FILE
     hooks.json        python -m bench.hooks --save FILE
     selftest.json     kvpush selftest --json >FILE
+    desc_prep.json    python -m bench.desc_prep --save FILE
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.desc_prep import COSTS, costs_ns
 from bench.replay.budget import STAGES
 from bench.replay.chart import plot
 from bench.replay.goals import standings
@@ -29,7 +31,7 @@ from bench.replay.rounds import Run
 
 RESULTS = Path("bench/results")
 IMAGES = Path("docs/images")
-PAGES = (Path("README.md"), Path("docs/performance.md"))
+PAGES = (Path("README.md"), Path("docs/performance.md"), Path("docs/benchmarks.md"))
 
 _NOTHING = "No results yet."
 _STOCK = ("stock-push", "stock-pull")
@@ -39,6 +41,8 @@ HANDOFF_AT_MOST = 0.02
 HOOKS_AT_MOST = 0.1
 _HOOKS_IN_FLIGHT = 64
 SELFTEST_AT_LEAST = 0.97
+PLAN_AT_LEAST = 10.0
+PLAN_AND_MAKE_AT_LEAST = 1.0
 _LARGE_REQUEST = "1024 blocks"
 
 
@@ -137,7 +141,9 @@ def limit_part(found: Sequence[Sequence[Run]]) -> str:
     return _markdown(["load", "mode", *titles], rows)
 
 
-def goals_part(found: Sequence[Sequence[Run]], handoff: Any, hooks: Any, selftest: Any) -> str:
+def goals_part(
+    found: Sequence[Sequence[Run]], handoff: Any, hooks: Any, selftest: Any, desc_prep: Any = None
+) -> str:
     """Every goal that was measured, and what came of it."""
     rows = []
     for runs in found:
@@ -163,7 +169,29 @@ def goals_part(found: Sequence[Sequence[Run]], handoff: Any, hooks: Any, selftes
             what = f"selftest, {row['request']} in a row, {row['layers']} layers"
             met = _yes(round(value, 2) >= SELFTEST_AT_LEAST)
             rows.append([what, "bare NIXL WRITE", bound, f"{value:.2f}", met])
+    rows += _desc_prep_goals(desc_prep["rows"] if desc_prep else ())
     return _markdown(["measure", "against", "goal", "measured", "met"], rows)
+
+
+def _desc_prep_goals(measured: Sequence[Any]) -> list[list[str]]:
+    """The worst over the patterns, of planning and of planning and making."""
+    planned = [_times_faster(row, "plan") for row in measured if row["pattern"] != "random"]
+    made = [_times_faster(row, "plan", "make") for row in measured]
+    rows = []
+    for what, values, goal in (
+        ("planning, ids contiguous or recorded, worst", planned, PLAN_AT_LEAST),
+        ("planning and making handles, any ids, worst", made, PLAN_AND_MAKE_AT_LEAST),
+    ):
+        if values:
+            worst = min(values)
+            bound = f"at least {goal:g} times as fast"
+            rows.append([what, "stock", bound, f"{worst:.2f}", _yes(worst >= goal)])
+    return rows
+
+
+def _times_faster(row: Any, *stages: str) -> float:
+    stock, ours = (sum(row[side][stage] for stage in stages) for side in ("stock", "ours"))
+    return float(stock / ours)
 
 
 def _yes(met: bool) -> str:
@@ -239,6 +267,48 @@ def selftest_part(selftest: Any) -> str:
     return _markdown(["request", *titles], rows)
 
 
+def desc_prep_part(desc_prep: Any) -> str:
+    """From block ids to handles: stock's time divided by ours."""
+    rows = []
+    for row in desc_prep["rows"] if desc_prep else ():
+        in_core = row["stock"]["plan"] / row["ours"]["core"]
+        cells = [f"{_times_faster(row, 'plan'):.1f}", f"{in_core:.1f}"]
+        cells += [f"{_times_faster(row, *stages):.2f}" for stages in (("make",), ("plan", "make"))]
+        counts = [f"{row['descriptors']:,}", f"{row['runs']:,}"]
+        rows.append([str(row["regions"]), f"{row['blocks']:,}", row["pattern"], *counts, *cells])
+    titles = ("descriptors", "runs", "plan", "plan, in C++", "make", "plan + make")
+    return _markdown(["regions", "blocks", "ids", *titles], rows)
+
+
+def make_part(desc_prep: Any) -> str:
+    """What a descriptor costs: ours step by step, from prepared lists, and posted."""
+    rows = []
+    for row in desc_prep["rows"] if desc_prep else ():
+        if row["runs"] == row["regions"]:
+            continue  # one run for each region: nothing that grows
+        costs = costs_ns(row)
+        cells = [f"{ns:,.1f}" if ns is not None else "-" for ns in costs.values()]
+        stock_ns = 1e3 * row["stock"]["make"] / row["descriptors"]
+        post = costs["post"]
+        share = f"{costs['make'] / post:.2%}" if costs["make"] and post else "-"
+        ids = [str(row["regions"]), f"{row['blocks']:,}", row["pattern"]]
+        rows.append([*ids, *cells, f"{stock_ns:.1f}", share])
+    header = ["regions", "blocks", "ids", *COSTS, "stock's make", "make / post"]
+    return _markdown(header, rows)
+
+
+def prepared_part(desc_prep: Any) -> str:
+    """What the lists would take that kvpush does without."""
+    if not desc_prep:
+        return _NOTHING
+    took = desc_prep["prepared"]
+    return (
+        f"Preparing both lists, {took['descriptors']:,} descriptors in all: "
+        f"{took['seconds']:.1f} s and {took['mb']:,.0f} MB for each peer through the C API, "
+        f"{took['stock_s']:.1f} s as the stock connector does it."
+    )
+
+
 def charts_part(results: Path) -> str:
     """Both charts over load, for a page in the repository's root."""
     if not results.exists():
@@ -251,17 +321,20 @@ def parts(folder: Path) -> dict[str, str]:
     """The generated parts of the pages, by the name in their markers."""
     found = [load(path) for path in sorted(folder.glob("scenario_*.json"))]
     handoff, hooks = _json(folder / "handoff.json"), _json(folder / "hooks.json")
-    selftest = _json(folder / "selftest.json")
+    selftest, desc_prep = _json(folder / "selftest.json"), _json(folder / "desc_prep.json")
     return {
         "charts": charts_part(folder / "load.json"),
         "stock": stock_part(found),
         "values": values_part(found),
         "limit": limit_part(found),
-        "goals": goals_part(found, handoff, hooks, selftest),
+        "goals": goals_part(found, handoff, hooks, selftest, desc_prep),
         "budget": budget_part(_json(folder / "budget.json")),
         "handoff": handoff_part(handoff),
         "hooks": hooks_part(hooks),
         "selftest": selftest_part(selftest),
+        "desc_prep": desc_prep_part(desc_prep),
+        "make": make_part(desc_prep),
+        "prepared": prepared_part(desc_prep),
     }
 
 

@@ -23,7 +23,8 @@ check() {
 files() { git ls-files --cached --others --exclude-standard -z -- "$@" | sort -zu; }
 
 clang_format() {
-  files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/fuzz/*.h' 'tests/fuzz/*.cpp' |
+  files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/fuzz/*.h' 'tests/fuzz/*.cpp' \
+    'bench/core/*.h' 'bench/core/*.cpp' |
     xargs -0r clang-format --dry-run -Werror
 }
 

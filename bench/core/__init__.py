@@ -1,0 +1,1 @@
+"""The C++ benchmarks: of the core alone, and of transfers over NIXL's C API."""
