@@ -49,6 +49,17 @@ need_numbers() {
   done
 }
 
+# need_counts NAME: a list of positive whole numbers
+need_counts() {
+  local number
+  need "$1" "whole numbers with spaces between"
+  # shellcheck disable=SC2086  # a list
+  for number in ${!1}; do
+    [[ $number =~ ^[1-9][0-9]*$ ]] ||
+      die "$1 has '$number': it must hold whole numbers, 1 or more, with spaces between"
+  done
+}
+
 # need_count NAME: one positive whole number
 need_count() {
   need "$1" "a whole number, 1 or more"
@@ -63,7 +74,7 @@ need_port() {
 
 SWEEP_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 REPO_DIR=$(cd "$SWEEP_DIR/../.." && pwd)
-MODES=(stock-pull stock-push kvpush-push)
+MODES=(stock-pull stock-push kvpush-pull kvpush-push)
 
 PYTHON=${PYTHON:-python3}
 MODEL=${MODEL:-Qwen/Qwen3-32B}
@@ -85,14 +96,18 @@ start_group() {
   if [[ -f $RUN_DIR/$name.pid ]] && kill -0 -- "-$(<"$RUN_DIR/$name.pid")" 2>/dev/null; then
     die "$name runs already, as process group $(<"$RUN_DIR/$name.pid"); end it with cleanup.sh first"
   fi
+  echo "$name: starting; its log: $log"
   setsid "$@" >"$log" 2>&1 </dev/null &
   echo $! >"$RUN_DIR/$name.pid"
 }
 
-# stop_group NAME: ends what start_group started; quiet when there is nothing
+# stop_group NAME: ends what start_group started
 stop_group() {
   local file=$RUN_DIR/$1.pid group second
-  [[ -f $file ]] || return 0
+  if [[ ! -f $file ]]; then
+    echo "$1: not running on this host (RUN_DIR is $RUN_DIR)"
+    return 0
+  fi
   group=$(<"$file")
   kill -TERM -- "-$group" 2>/dev/null || true
   for ((second = 0; second < 300; ++second)); do
@@ -117,8 +132,32 @@ wait_healthy() {
     fi
     if ((SECONDS - begin > START_LIMIT_S)); then
       tail -n 30 "$log" >&2
-      die "$name is not healthy after $START_LIMIT_S s (START_LIMIT_S); its log: $log"
+      stop_group "$name" >&2
+      die "$name was not healthy after $START_LIMIT_S s (START_LIMIT_S); its log: $log"
     fi
     sleep 0.5
   done
+}
+
+# need_mode NAME URL: NAME answers at URL, and its servers were not started in another mode than MODE.
+# Both kvpush modes have the same router: without this a wrong MODE would only name the results wrong.
+need_mode() {
+  local name=$1 url=$2 mode
+  mode=$(
+    "$PYTHON" - "$url/v1/models" <<'PYTHON'
+import json
+import sys
+import urllib.request
+
+try:
+    with urllib.request.urlopen(sys.argv[1], timeout=60) as answer:
+        names = [model["id"] for model in json.load(answer)["data"]]
+except (OSError, ValueError, KeyError, TypeError) as error:
+    sys.exit(f"{sys.argv[1]}: {error}")
+print(*(name.removeprefix("sweep-") for name in names if name.startswith("sweep-")))
+PYTHON
+  ) || die "$name does not answer; start it first (serve_pd.sh), on an address that this host reaches"
+  # Servers that were started by hand do not say.
+  [[ -z $mode || $mode == "$MODE" ]] ||
+    die "MODE is '$MODE', but $name at $url was started with MODE=$mode"
 }

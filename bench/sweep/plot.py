@@ -19,6 +19,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 METRICS = ("ttft", "tpot")
+# In the legend's order; a mode has one colour in all charts, whichever others are there.
+MODES = ("stock-pull", "stock-push", "kvpush-pull", "kvpush-push")
 STATISTICS = ("mean", "median", "p90", "p99")
 
 _NAME = re.compile(r"(?P<mode>.+)_qps(?P<qps>[\d.]+)_in(?P<in>\d+)_out(?P<out>\d+)_iter\d+\.json")
@@ -46,6 +48,13 @@ def read(folder: Path, metric: str, statistic: str) -> dict[Lengths, Lines]:
     return dict(sorted(panels.items()))
 
 
+def in_order(panels: Mapping[Lengths, Lines]) -> dict[str, str]:
+    """The modes that have results, in the legend's order, each with its colour."""
+    found = {mode for lines in panels.values() for mode in lines}
+    known = [*MODES, *sorted(found - set(MODES))]
+    return {mode: f"C{number}" for number, mode in enumerate(known) if mode in found}
+
+
 def draw(panels: Mapping[Lengths, Lines], title: str, path: Path) -> None:
     """One figure with a panel per pair of lengths."""
     import matplotlib as mpl
@@ -56,23 +65,25 @@ def draw(panels: Mapping[Lengths, Lines], title: str, path: Path) -> None:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(4.5 * len(panels), 4), squeeze=False, layout="constrained"
     )
-    modes = sorted({mode for lines in panels.values() for mode in lines})
+    colours = in_order(panels)
     for axis, ((prompt, answer), lines) in zip(axes[0], panels.items(), strict=True):
-        for number, mode in enumerate(modes):
+        for mode, colour in colours.items():
             rates = sorted(lines.get(mode, {}))
             if not rates:
                 continue
             found = [lines[mode][rate] for rate in rates]
             middle = [statistics.median(values) for values in found]
-            axis.plot(rates, middle, marker="o", label=mode, color=f"C{number}")
+            axis.plot(rates, middle, marker="o", label=mode, color=colour)
             low, high = [min(v) for v in found], [max(v) for v in found]
-            axis.fill_between(rates, low, high, color=f"C{number}", alpha=0.15)
+            axis.fill_between(rates, low, high, color=colour, alpha=0.15)
         axis.set_title(f"{prompt:,} tokens in, {answer:,} out")
         axis.set_xlabel("requests per second")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"{title} (ms)")
-    axes[0][0].legend()
+    # A panel of a sweep that is not complete may lack a mode.
+    shown = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    axes[0][0].legend([shown[mode] for mode in colours], list(colours))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

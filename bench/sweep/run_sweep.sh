@@ -3,12 +3,14 @@
 #
 #   MODE=kvpush-push PREFILL_IP=10.0.0.1 DECODE_IP=10.0.0.2 bench/sweep/run_sweep.sh
 #
-# Both servers run already (serve_pd.sh). The proxy is started on this host and ended again. For
-# each point and iteration: results/<mode>_qps<q>_in<in>_out<out>_iter<i>.json and .log. Points whose
-# JSON is there are left out, so that a sweep can be taken up again.
+# Both servers run already (serve_pd.sh). The proxy is started on this host and ended again; this
+# host needs vLLM and the model's tokenizer, but no GPU. For each point and iteration:
+# results/<mode>_qps<q>_in<in>_out<out>_iter<i>.json and .log. Points whose JSON is there are left
+# out, so that a sweep can be taken up again. A measurement with a failed request leaves no JSON, and
+# the sweep goes on; one that does not end within LIMIT_S ends the sweep.
 #
 # needed:
-#   MODE         stock-pull, stock-push or kvpush-push, as the servers'
+#   MODE         stock-pull, stock-push, kvpush-pull or kvpush-push, as the servers'
 #   PREFILL_IP, DECODE_IP   the servers' addresses
 # optional:
 #   QPS_LIST     requests per second, "1 2 3 4 5 6 7 8"
@@ -17,7 +19,7 @@
 #   ITERATIONS   times each point is measured, 3
 #   NUM_PROMPTS  requests of one measurement; else as many as come in DURATION_S
 #   DURATION_S   60
-#   LIMIT_S      longest time of one measurement, which fails after it, 1800
+#   LIMIT_S      longest time of one measurement, 1800
 #   RESULTS_DIR  results
 #   PROXY_URL    a proxy that runs already, instead of one of our own
 #   BENCH_ARGS   more arguments for the benchmark, e.g. "--goodput ttft:500"
@@ -39,9 +41,9 @@ RESULTS_DIR=${RESULTS_DIR:-results}
 need_one_of MODE "${MODES[@]}"
 need PREFILL_IP "the prefill server's address"
 need DECODE_IP "the decode server's address"
-for name in QPS_LIST INPUT_LENS OUTPUT_LENS; do
-  need_numbers "$name"
-done
+need_numbers QPS_LIST
+need_counts INPUT_LENS
+need_counts OUTPUT_LENS
 need_count ITERATIONS
 need_count DURATION_S
 need_count LIMIT_S
@@ -52,6 +54,8 @@ if [[ -z ${PROXY_URL:-} ]]; then
   ROLE=proxy "$SWEEP_DIR/serve_pd.sh"
   trap '"$SWEEP_DIR/cleanup.sh" proxy' EXIT
   PROXY_URL=http://127.0.0.1:$PROXY_PORT
+else
+  need_mode "the proxy" "$PROXY_URL"
 fi
 
 # prompts QPS: how many requests one measurement has
@@ -63,9 +67,9 @@ prompts() {
   fi
 }
 
-# measure QPS INPUT OUTPUT ITERATION: false if a request failed
+# measure QPS INPUT OUTPUT ITERATION: false if a request failed; ends the sweep if one hangs
 measure() {
-  local qps=$1 input=$2 output=$3 iteration=$4 name count seed more=()
+  local qps=$1 input=$2 output=$3 iteration=$4 name count seed status=0 more=()
   name=${MODE}_qps${qps}_in${input}_out${output}_iter${iteration}
   if [[ -s $RESULTS_DIR/$name.json ]]; then
     echo "$name: there already"
@@ -76,18 +80,24 @@ measure() {
   seed=$(printf '%s ' "$qps" "$input" "$output" "$iteration" | cksum | cut -d ' ' -f 1)
   read -r -a more <<<"${BENCH_ARGS:-}"
   echo "$name: $count requests"
-  if ! PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} timeout -k 10 "$LIMIT_S" "$PYTHON" \
+  PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} timeout -k 10 "$LIMIT_S" "$PYTHON" \
     -m bench.sweep.serving_benchmark \
     --result "$RESULTS_DIR/$name.json" -- \
     --backend openai --base-url "$PROXY_URL" --endpoint /v1/completions --model "$MODEL" \
     --dataset-name random --random-input-len "$input" --random-output-len "$output" \
     --random-range-ratio 0 --ignore-eos --num-prompts "$count" --request-rate "$qps" --seed "$seed" \
     --num-warmups 2 --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,90,99 \
-    --disable-tqdm "${more[@]}" >"$RESULTS_DIR/$name.log" 2>&1; then
-    tail -n 5 "$RESULTS_DIR/$name.log" >&2
-    echo "$name: FAILED; its log: $RESULTS_DIR/$name.log" >&2
-    return 1
+    --disable-tqdm "${more[@]}" >"$RESULTS_DIR/$name.log" 2>&1 || status=$?
+  ((status)) || return 0
+  tail -n 5 "$RESULTS_DIR/$name.log" >&2
+  # 137: it did not end on SIGTERM either.
+  if ((status == 124 || status == 137)); then
+    die "$name did not end within $LIMIT_S s (LIMIT_S); its log: $RESULTS_DIR/$name.log. Requests that" \
+      "hang there may still hold the servers' KV cache, so nothing more is measured: see the servers'" \
+      "logs, and start them again"
   fi
+  echo "$name: FAILED; its log: $RESULTS_DIR/$name.log" >&2
+  return 1
 }
 
 failed=0

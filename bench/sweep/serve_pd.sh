@@ -4,20 +4,25 @@
 #   ROLE=prefill MODE=kvpush-push PREFILL_IP=10.0.0.1 DECODE_IP=10.0.0.2 bench/sweep/serve_pd.sh
 #
 # Run it on the host of that server; it returns when the server is healthy, which goes on running.
-# cleanup.sh ends it. Every server of a pair needs the same MODE and the same addresses.
+# cleanup.sh ends it. Every server of a pair needs the same MODE, addresses and ports; the proxy
+# comes last, and run_sweep.sh starts one by itself. For both servers on one host, give each its own
+# GPUs (CUDA_VISIBLE_DEVICES).
 #
 # needed:
 #   ROLE               prefill, decode or proxy
-#   MODE               stock-pull, stock-push or kvpush-push
+#   MODE               stock-pull, stock-push, kvpush-pull or kvpush-push
 #   PREFILL_IP         the prefill server's address, as the decode server reaches it
 #   DECODE_IP          the decode server's address
 # optional:
 #   MODEL              Qwen/Qwen3-32B
 #   TP                 tensor-parallel size, 8
-#   PYTHON             the interpreter with vLLM and kvpush, python3
-#   PREFILL_PORT       8100          DECODE_PORT        8200      PROXY_PORT  8000
-#   PREFILL_SIDE_PORT  5600          DECODE_SIDE_PORT   5700      NIXL's side channels
-#   SERVER_ARGS          more arguments for both servers, e.g. "--block-size 64"
+#   PYTHON             the interpreter with vLLM, NIXL and kvpush, python3
+#   PREFILL_PORT       8100      the prefill server's API
+#   DECODE_PORT        8200      the decode server's API
+#   PROXY_PORT         8000      the proxy, on 127.0.0.1
+#   PREFILL_SIDE_PORT  5600      the prefill server's NIXL side channel, which the decode server asks
+#   DECODE_SIDE_PORT   5700      the decode server's, which stock-push's prefill server asks
+#   SERVER_ARGS        more arguments for both servers, e.g. "--block-size 64"
 #   KV_EXTRA           kv_connector_extra_config, as JSON, {}
 #   RUN_DIR            process ids and logs, build/sweep in the repository
 #   START_LIMIT_S      longest wait for a healthy server, 1800
@@ -45,6 +50,7 @@ transfer_config() {
   case $MODE in
     stock-pull) name=NixlConnector ;;
     stock-push) name=NixlPushConnector ;;
+    kvpush-pull) name=KvPullConnector module=kvpush.vllm ;;
     kvpush-push) name=KvPushConnector module=kvpush.vllm ;;
   esac
   "$PYTHON" - "$name" "$module" "$role" "$id" "${KV_EXTRA:-{\}}" <<'PYTHON'
@@ -72,10 +78,12 @@ serve() {
   config=$(transfer_config "$role" "$id") || die "no connector configuration"
   read -r -a more <<<"${SERVER_ARGS:-}"
   [[ $ROLE == prefill ]] || more+=(--no-enable-prefix-caching)
+  # Where a host has several addresses, both listen on the one that the peer is told.
   export VLLM_NIXL_SIDE_CHANNEL_HOST=$address VLLM_NIXL_SIDE_CHANNEL_PORT=$side_port
-  # Where a host has several, the one that the peer is told.
+  # The second name tells run_sweep.sh the mode.
   start_group "$ROLE" "$log" "$PYTHON" -m vllm.entrypoints.openai.api_server \
-    --model "$MODEL" --host "$address" --port "$port" --tensor-parallel-size "$TP" \
+    --model "$MODEL" --served-model-name "$MODEL" "sweep-$MODE" \
+    --host "$address" --port "$port" --tensor-parallel-size "$TP" \
     --no-enable-log-requests --kv-transfer-config "$config" "${more[@]}"
   wait_healthy "$ROLE" "http://$address:$port" "$log"
 }
@@ -83,6 +91,8 @@ serve() {
 proxy() {
   local prefill=http://$PREFILL_IP:$PREFILL_PORT decode=http://$DECODE_IP:$DECODE_PORT
   local command=("$PYTHON" -m)
+  need_mode "the prefill server" "$prefill"
+  need_mode "the decode server" "$decode"
   export PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH}
   if [[ $MODE == kvpush-* ]]; then
     command+=(kvpush proxy --prefill "$prefill,kv=$PREFILL_IP:$PREFILL_SIDE_PORT")

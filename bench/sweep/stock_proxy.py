@@ -2,7 +2,7 @@
 
 One prefill and one decode server. With ``--legs pull`` the prefill leg goes first, and what it
 returns goes to the decode server; with ``--legs push`` both go at once and share a request id.
-For benchmarks: errors end the request, nothing more.
+For benchmarks: an error of either leg ends both, nothing more.
 """
 
 from __future__ import annotations
@@ -89,12 +89,17 @@ class Proxy:
             return await self._decode(request, body | {"kv_transfer_params": params}, request_id)
         body["kv_transfer_params"] = self._stock.push_params(request_id)
         prefill = asyncio.create_task(self._prefill(request, body, request_id))
+        decode = asyncio.create_task(self._decode(request, body, request_id))
         try:
-            return await self._decode(request, body, request_id)
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            # Without its prefill the decode server would wait without end.
+            if prefill.done():
+                prefill.result()
+            return await decode
         finally:
-            if not prefill.done():
-                prefill.cancel()
-            await asyncio.gather(prefill, return_exceptions=True)
+            for leg in (prefill, decode):
+                leg.cancel()
+            await asyncio.gather(prefill, decode, return_exceptions=True)
 
     async def _prefill(self, request: web.Request, body: dict[str, Any], request_id: str) -> Any:
         """The prefill leg; returns the parameters for the decode leg."""
@@ -156,7 +161,15 @@ def main(
     if not side_host or not side_port.isdigit():
         raise typer.BadParameter(f"--side-channel is {side_channel!r}: it must be HOST:PORT")
     stock = Stock(legs, prefill, decode, side_host, int(side_port), engine_id, tp)
-    web.run_app(Proxy(stock).application(), host=host, port=port, print=None, access_log=None)
+    web.run_app(
+        Proxy(stock).application(),
+        host=host,
+        port=port,
+        print=None,
+        access_log=None,
+        # A client that leaves ends both legs.
+        handler_cancellation=True,
+    )
 
 
 if __name__ == "__main__":

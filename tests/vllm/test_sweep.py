@@ -91,6 +91,7 @@ def serving(
     "serving",
     [
         "kvpush-push",
+        pytest.param("kvpush-pull", marks=pytest.mark.soak),
         pytest.param("stock-push", marks=pytest.mark.soak),
         pytest.param("stock-pull", marks=pytest.mark.soak),
     ],
