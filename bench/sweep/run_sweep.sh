@@ -80,7 +80,8 @@ measure() {
   seed=$(printf '%s ' "$qps" "$input" "$output" "$iteration" | cksum | cut -d ' ' -f 1)
   read -r -a more <<<"${BENCH_ARGS:-}"
   echo "$name: $count requests"
-  PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} timeout -k 10 "$LIMIT_S" "$PYTHON" \
+  # In the foreground, so that Ctrl-C reaches it.
+  PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} timeout --foreground -k 10 "$LIMIT_S" "$PYTHON" \
     -m bench.sweep.serving_benchmark \
     --result "$RESULTS_DIR/$name.json" -- \
     --backend openai --base-url "$PROXY_URL" --endpoint /v1/completions --model "$MODEL" \

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,33 @@ def test_a_measurement_that_hangs_ends_the_sweep(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "did not end within 1 s (LIMIT_S)" in ended.stderr
     assert len(list(tmp_path.glob("*.log"))) == 1
+
+
+def test_ctrl_c_ends_a_measurement(tmp_path: Path) -> None:
+    fake = fake_python(tmp_path, "echo measuring; exec sleep 600")
+    with models_server("M", "sweep-kvpush-push") as port:
+        sweep = subprocess.Popen(
+            [SWEEP / "run_sweep.sh"],
+            env={"PATH": os.environ["PATH"], "PYTHON": str(fake), **SETTINGS}
+            | {"PROXY_URL": f"http://127.0.0.1:{port}", "RESULTS_DIR": str(tmp_path)},
+            start_new_session=True,
+        )
+        try:
+            wait_for(lambda: any(log.read_text() for log in tmp_path.glob("*.log")))
+            # As a terminal does: to the whole group.
+            os.killpg(sweep.pid, signal.SIGINT)
+            assert sweep.wait(60) == -signal.SIGINT
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(sweep.pid, signal.SIGKILL)
+            sweep.wait()
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_cleanup_says_when_there_is_nothing(tmp_path: Path) -> None:
