@@ -5,8 +5,9 @@
 #
 # Run it on the host of that server; it returns when the server is healthy, which goes on running.
 # cleanup.sh ends it. Every server of a pair needs the same MODE, addresses and ports; the proxy
-# comes last, and run_sweep.sh starts one by itself. For both servers on one host, give each its own
-# GPUs (CUDA_VISIBLE_DEVICES).
+# comes last, and run_sweep.sh starts one by itself. The two hosts have to reach each other on the ports
+# below and on those that NIXL's transport picks. For both servers on one host, give each its own GPUs
+# (CUDA_VISIBLE_DEVICES).
 #
 # needed:
 #   ROLE               prefill, decode or proxy
@@ -20,8 +21,8 @@
 #   PREFILL_PORT       8100      the prefill server's API
 #   DECODE_PORT        8200      the decode server's API
 #   PROXY_PORT         8000      the proxy, on 127.0.0.1
-#   PREFILL_SIDE_PORT  5600      the prefill server's NIXL side channel, which the decode server asks
-#   DECODE_SIDE_PORT   5700      the decode server's, which stock-push's prefill server asks
+#   PREFILL_SIDE_PORT  5600      the prefill server's NIXL side channel; the decode server and the proxy ask
+#   DECODE_SIDE_PORT   5700      the decode server's; with stock-push the prefill server asks
 #   SERVER_ARGS        more arguments for both servers, e.g. "--block-size 64"
 #   KV_EXTRA           kv_connector_extra_config, as JSON, {}
 #   RUN_DIR            process ids and logs, build/sweep in the repository
