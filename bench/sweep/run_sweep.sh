@@ -49,6 +49,8 @@ need_count DURATION_S
 need_count LIMIT_S
 [[ -z ${NUM_PROMPTS:-} ]] || need_count NUM_PROMPTS
 
+# The benchmark ends in its own way on Ctrl-C, which would otherwise pass for a failed measurement.
+trap 'exit 130' INT
 mkdir -p "$RESULTS_DIR"
 if [[ -z ${PROXY_URL:-} ]]; then
   ROLE=proxy "$SWEEP_DIR/serve_pd.sh"
@@ -81,7 +83,8 @@ measure() {
   read -r -a more <<<"${BENCH_ARGS:-}"
   echo "$name: $count requests"
   # In the foreground, so that Ctrl-C reaches it.
-  PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} timeout --foreground -k 10 "$LIMIT_S" "$PYTHON" \
+  PYTHONUNBUFFERED=1 PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} \
+    timeout --foreground -k 10 "$LIMIT_S" "$PYTHON" \
     -m bench.sweep.serving_benchmark \
     --result "$RESULTS_DIR/$name.json" -- \
     --backend openai --base-url "$PROXY_URL" --endpoint /v1/completions --model "$MODEL" \
@@ -93,9 +96,9 @@ measure() {
   tail -n 5 "$RESULTS_DIR/$name.log" >&2
   # 137: it did not end on SIGTERM either.
   if ((status == 124 || status == 137)); then
-    die "$name did not end within $LIMIT_S s (LIMIT_S); its log: $RESULTS_DIR/$name.log. Requests that" \
-      "hang there may still hold the servers' KV cache, so nothing more is measured: see the servers'" \
-      "logs, and start them again"
+    die "$name did not end within $LIMIT_S s (LIMIT_S); its log: $RESULTS_DIR/$name.log. If it had begun" \
+      "there, requests hang and may still hold the servers' KV cache: see the servers' logs and start" \
+      "them again. Else LIMIT_S is too short for this host"
   fi
   echo "$name: FAILED; its log: $RESULTS_DIR/$name.log" >&2
   return 1
