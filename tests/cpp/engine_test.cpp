@@ -297,9 +297,9 @@ TEST_F(EngineTest, ProducerThatWasStoppedDoesNotTrustWhatLayUnread) {
   pass(kSecond);
   p.offer(6, key_of("r"), {1});
   d.fill_block(4, 50);
-  d.grant(5, 100, key_of("r"), {4}, {10}, 5 * kSecond);
-  pass(30 * kSecond, &p);  // the GRANT lies unread; D gives up
-  expect_end(d, 5, End::kFailed, Reason::kDeadline);
+  d.grant(5, 100, key_of("r"), {4}, {10}, 60 * kSecond);
+  pass(30 * kSecond, &p);  // the GRANT lies unread; D gives P up, and says no more to it
+  expect_end(d, 5, End::kFailed, Reason::kPeerLost);
   pass(30 * kSecond);
   EXPECT_TRUE(d.block_is(4, 50));
   EXPECT_EQ(p.engine->counters().writes_posted, 0U);

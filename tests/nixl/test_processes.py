@@ -88,7 +88,7 @@ def test_the_producer_is_killed_while_a_grant_waits(new_pair: MakePair, new_peer
 def test_blocks_stay_held_until_a_lost_writer_can_write_no_more(new_pair: MakePair) -> None:
     pair = new_pair(**PATIENT, keepalive_s=0.1)
     consumer = pair.consumer
-    grant = consumer.grant("quarantine", OTHER_IDS, TOKENS, deadline_s=0.5)
+    grant = consumer.grant("quarantine", OTHER_IDS, TOKENS)
     revoked = consumer.grant("quarantine too", IDS, TOKENS)
     pair.producer.wait_counters(served_live=2)
     session = pair.producer.session

@@ -104,11 +104,12 @@ def stop_and_go_on(pair: Pair, seed: int) -> None:
     load.run(2 * IN_FLIGHT, abort_chance=0.0)
     assert pair.prefill is not None
     stopped = pair.prefill
-    # What it has been asked to do and has not done yet comes late, when it wakes.
-    in_flight = list(pair.live.values())
-    assert in_flight
     stopped.signal(signal.SIGSTOP)
     try:
+        # What it has been asked to do and has not done yet comes late, when it wakes.
+        for _ in range(IN_FLIGHT):
+            load.submit()
+        in_flight = list(pair.live.values())
         begin = time.monotonic()
         while not all(request.decode_reason for request in in_flight):
             assert time.monotonic() - begin < END_LIMIT_S, "a decode leg waits for ever"
