@@ -184,14 +184,19 @@ def eventually(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def test_slow_and_silent_clients_delay_nobody(channel: SideChannel) -> None:
+def test_slow_and_silent_clients_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They stay for longer than anybody is waited for here.
+    monkeypatch.setattr(handshake, "_HANDSHAKE_MS", int(100_000 * LONG_S))
+    channel = SideChannel(HOST, 0, dict, HELLO)
+    channel.start()
     with contextlib.ExitStack() as stack:
+        stack.callback(channel.stop)
         for said in (b"", b"\xff\x00\x00", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"):
             for _ in range(20):  # connected, and in the middle of ZMQ's greeting
                 slow = stack.enter_context(socket.create_connection((HOST, channel.port), LONG_S))
                 slow.sendall(said)
         eventually(lambda: channel.counters()["connections"] >= 60)
-        assert query_peers(HOST, channel.port, SHORT_S * 10) == HELLO
+        assert query_peers(HOST, channel.port, LONG_S) == HELLO
 
 
 def test_a_client_that_asks_and_never_reads_holds_nobody_up(
@@ -199,7 +204,7 @@ def test_a_client_that_asks_and_never_reads_holds_nobody_up(
 ) -> None:
     question = msgspec.msgpack.encode(Question("hello"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
-        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.SNDTIMEO, 2000)):
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.SNDTIMEO, int(1000 * LONG_S))):
             greedy.setsockopt(option, value)
         greedy.connect(f"tcp://{HOST}:{channel.port}")
         for _ in range(2000):
@@ -376,7 +381,7 @@ def test_the_right_listener_but_a_key_pair_of_ones_own(guarded: Guarded) -> None
         client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
         client.connect(f"tcp://{HOST}:{side.port}")
         client.send_multipart([b"", msgspec.msgpack.encode(Question("hello"))])
-        eventually(lambda: side.counters()["refused"] == 1)
+        eventually(lambda: side.counters()["refused"] >= 1)  # it tries again and again
         assert not client.poll(0)
     assert side.counters()["questions"] == 0
 
