@@ -45,6 +45,9 @@ void throw_if_not_met(const ConnectResult& result) {
     case Reason::kPeerLost:
       type = PyExc_ConnectionResetError;
       break;
+    case Reason::kTableFull:
+      type = PyExc_ConnectionRefusedError;
+      break;
     case Reason::kShutdown:
       type = PyExc_ConnectionAbortedError;
       break;

@@ -58,7 +58,8 @@ void Engine::on(ConnectCommand command) {
       return;
     }
     if (!status.is_ok()) {
-      end_connect(id, Reason::kIncompatible, std::move(status));
+      const Reason known = status.reason();
+      end_connect(id, known == Reason::kNone ? Reason::kIncompatible : known, std::move(status));
       return;
     }
   }
@@ -105,7 +106,7 @@ bool Engine::is_named(const std::string& name) const {
 // name it must turn out to have.
 Result<Engine::Peer*> Engine::load_peer(const PeerInfo& info, const std::string* claimed_name) {
   if (peers_.size() >= config_.max_peers) {
-    return Status::error("too many peers: " + std::to_string(peers_.size()));
+    return Status::error("too many peers: " + std::to_string(peers_.size()), Reason::kTableFull);
   }
   Result<std::string> name = transport_.add_peer(info.transport_metadata);
   if (!name.is_ok()) {

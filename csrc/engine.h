@@ -99,7 +99,8 @@ using Command = std::variant<ConnectCommand, GrantCommand, RevokeCommand, Fenced
 
 struct ConnectResult {
   std::uint64_t id = 0;
-  // kPeerUnreachable (no answer in time), kPeerLost, kIncompatible or kShutdown; kNone: all met.
+  // kPeerUnreachable (the transport can't reach it, or no answer in time), kPeerLost, kTableFull,
+  // kIncompatible or kShutdown; kNone: all met.
   Reason reason = Reason::kNone;
   Status status;
 };

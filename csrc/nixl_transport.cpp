@@ -257,7 +257,8 @@ Result<std::string> NixlTransport::add_peer(BytesView metadata) {
           std::equal(metadata.begin(), metadata.end(), peer.metadata.begin(), peer.metadata.end());
       if (same && !peer.leaving) return name;
       return Status::error("peer '" + name + "' cannot be replaced yet: " +
-                           std::to_string(peer.in_flight) + " transfers with it are in flight");
+                               std::to_string(peer.in_flight) + " transfers with it are in flight",
+                           Reason::kPeerUnreachable);
     }
     forget_peer(name);
   }
@@ -267,7 +268,9 @@ Result<std::string> NixlTransport::add_peer(BytesView metadata) {
   const std::unique_ptr<char, void (*)(void*)> owner(loaded, &std::free);
   if (status != kNixlSuccess) {
     nixl_->invalidate_remote_md(agent_, name.c_str());  // what was loaded before the error
-    return nixl_error("cannot load the metadata of peer '" + name + "'", status);
+    // It fits, as far as is known here: most likely nobody is at that address any more.
+    const Status error = nixl_error("cannot load the metadata of peer '" + name + "'", status);
+    return Status::error(error.message(), Reason::kPeerUnreachable);
   }
   if (name != loaded) {
     nixl_->invalidate_remote_md(agent_, loaded);

@@ -44,17 +44,21 @@ class [[nodiscard]] Status {
  public:
   Status() = default;
   static Status ok() { return {}; }
-  static Status error(std::string message) {
+  // `reason` where whoever finds the error knows it better than whoever reports it.
+  static Status error(std::string message, Reason reason = Reason::kNone) {
     Status status;
     status.message_ = message.empty() ? "unknown error" : std::move(message);
+    status.reason_ = reason;
     return status;
   }
 
   bool is_ok() const noexcept { return message_.empty(); }
   const std::string& message() const noexcept { return message_; }
+  Reason reason() const noexcept { return reason_; }
 
  private:
   std::string message_;  // empty: success
+  Reason reason_ = Reason::kNone;
 };
 
 // A value or a Status that is not ok.

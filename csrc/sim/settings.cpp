@@ -39,6 +39,7 @@ void draw_fabric(Random& random, FabricFaults& fabric, const EngineConfig& confi
   fabric.write_error_per_mille = sometimes(random, 50);
   fabric.stuck_per_mille = sometimes(random, 30);
   fabric.invalidate_per_mille = sometimes(random, 5);
+  fabric.unloadable_per_mille = sometimes(random, 100);
 }
 
 }  // namespace

@@ -59,6 +59,7 @@ void SimFabric::heal() {
   faults_.write_error_per_mille = 0;
   faults_.stuck_per_mille = 0;
   faults_.invalidate_per_mille = 0;
+  faults_.unloadable_per_mille = 0;
   faults_.write_max = FabricFaults{}.write_max;
 }
 
@@ -265,6 +266,9 @@ Result<std::string> SimTransport::add_peer(BytesView metadata) {
   }
   if (life == life_) {
     return Status::error("peer metadata is of this very process, '" + name + "'");
+  }
+  if (fabric_.random_.chance(fabric_.faults_.unloadable_per_mille)) {
+    return Status::error("cannot load the metadata of '" + name + "'", Reason::kPeerUnreachable);
   }
   std::uint64_t seen = 0;
   if (const auto other = fabric_.lives_.find(life); other != fabric_.lives_.end()) {

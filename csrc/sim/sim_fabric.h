@@ -41,6 +41,7 @@ struct FabricFaults {
   std::uint32_t write_error_per_mille = 0;
   std::uint32_t stuck_per_mille = 0;       // a WRITE that never ends while the peer is there
   std::uint32_t invalidate_per_mille = 0;  // each send or post: metadata goes bad
+  std::uint32_t unloadable_per_mille = 0;  // a peer's metadata can't be loaded
 };
 
 // A transfer as it is posted, and one piece of it reaching memory: `from` has posted it.

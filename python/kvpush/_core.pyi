@@ -315,9 +315,9 @@ class Engine:
 
         `consumers` are the peer_info() of all ranks of this engine. Returns the sessions to grant
         to. Sessions already met are not met again. Raises ValueError if geometry or facts differ
-        (naming the field and both values), TimeoutError if a peer does not answer,
-        ConnectionResetError if one is lost meanwhile, and ConnectionAbortedError if this engine
-        stops.
+        (naming the field and both values), TimeoutError if a peer can't be reached or does
+        not answer, ConnectionResetError if one is lost meanwhile, ConnectionRefusedError if this
+        engine has too many peers, and ConnectionAbortedError if it stops.
         """
     def grant(
         self,

@@ -180,6 +180,27 @@ TEST_F(EngineTest, ConnectToNobodyTimesOutAndOthersAreNotDelayed) {
   EXPECT_EQ(results[0].reason, Reason::kPeerUnreachable);
 }
 
+TEST_F(EngineTest, PeerThatTheTransportCannotLoadIsUnreachable) {
+  sim::FabricFaults faults;
+  faults.unloadable_per_mille = 1'000;
+  sim::SimFabric broken(queue, sim::Random(2), faults);
+  TestRank a(queue, broken, "a", 50);
+  TestRank b(queue, broken, "b", 60);
+  a.connect(9, {b.info});
+  a.tick();
+  EXPECT_EQ(a.take<ConnectResult>().at(0).reason, Reason::kPeerUnreachable);
+}
+
+TEST_F(EngineTest, OnePeerTooManyIsSaidSo) {
+  EngineConfig config;
+  config.max_peers = 1;
+  TestRank a(queue, fabric, "a", 50, config);
+  a.connect(8, {p.info});
+  a.connect(9, {d.info});
+  a.tick();
+  EXPECT_EQ(a.take<ConnectResult>().at(0).reason, Reason::kTableFull);
+}
+
 TEST_F(EngineTest, ConnectWhoseHelloCannotBeSentFailsAtOnce) {
   sim::FabricFaults faults;
   faults.invalidate_per_mille = 1'000;

@@ -44,7 +44,7 @@ def test_a_producer_that_is_dead_before_the_first_contact(new_peer: MakePeer) ->
     producer.kill()
     with pytest.raises(ChildFailedError) as caught:
         consumer.connect(producer, timeout_s=1.5)
-    assert caught.value.kind in {"TimeoutError", "ValueError"}
+    assert caught.value.kind == "TimeoutError"
     consumer.idle()
     replacement = new_peer("producer", **QUICK)
     consumer.connect(replacement)
@@ -59,7 +59,7 @@ def test_a_stopped_producer_does_not_delay_the_meeting_with_another(new_peer: Ma
     try:
         with pytest.raises(ChildFailedError) as caught:
             consumer.connect(stopped, timeout_s=1.0)
-        assert caught.value.kind in {"TimeoutError", "ValueError"}
+        assert caught.value.kind == "TimeoutError"
         consumer.connect(living)
         assert_works(Pair(living, consumer))
     finally:

@@ -171,6 +171,8 @@ class Endpoints:
             return _failed(address, "peer_unreachable", error)
         except TimeoutError as error:
             return _failed(address, "peer_unreachable", error)
+        except ConnectionRefusedError as error:
+            return _failed(address, "table_full", error)
         except ConnectionResetError as error:
             return _failed(address, "peer_lost", error)
         except ConnectionAbortedError as error:

@@ -210,6 +210,7 @@ def failure(rig: Rig) -> str:
         (TimeoutError("no answer"), "peer_unreachable"),
         (ConnectionResetError("it went away"), "peer_lost"),
         (ConnectionAbortedError("this engine stops"), "shutdown"),
+        (ConnectionRefusedError("too many peers"), "table_full"),
         (RuntimeError("transport"), "peer_unreachable"),
     ],
 )
