@@ -408,8 +408,8 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
                      double revoke_patience_s, std::uint32_t max_batch_descriptors,
                      std::uint64_t max_batch_bytes, std::uint32_t max_handles_in_flight,
                      double spin_us, double busy_poll_us, double idle_poll_us,
-                     std::uint32_t push_granularity_tokens, std::uint32_t min_push_tokens,
-                     const std::string& mode) {
+                     const std::string& thread_policy, std::uint32_t push_granularity_tokens,
+                     std::uint32_t min_push_tokens, const std::string& mode) {
   if (session == 0) {
     throw py::value_error("session is 0; it must be a nonzero random number");
   }
@@ -445,6 +445,7 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
   config.loop.spin = seconds("spin_us", spin_us * 1e-6);
   config.loop.busy_poll = seconds("busy_poll_us", busy_poll_us * 1e-6);
   config.loop.idle_poll = seconds("idle_poll_us", idle_poll_us * 1e-6);
+  config.loop.policy = from_name<ThreadPolicy>("thread_policy", thread_policy, "batch", "normal");
   return config;
 }
 
@@ -459,8 +460,8 @@ void bind_config(py::module_& m) {
            "peer_timeout_s"_a = 10.0, "fence_margin_s"_a = 2.0, "resend_s"_a = 2.0,
            "revoke_patience_s"_a = 20.0, "max_batch_descriptors"_a = 1024,
            "max_batch_bytes"_a = 32U << 20, "max_handles_in_flight"_a = 64, "spin_us"_a = 50.0,
-           "busy_poll_us"_a = 20.0, "idle_poll_us"_a = 1000.0, "push_granularity_tokens"_a = 0,
-           "min_push_tokens"_a = 0, "mode"_a = "push")
+           "busy_poll_us"_a = 20.0, "idle_poll_us"_a = 1000.0, "thread_policy"_a = "batch",
+           "push_granularity_tokens"_a = 0, "min_push_tokens"_a = 0, "mode"_a = "push")
       .def_property_readonly("session", [](const PyConfig& config) { return config.self.session; })
       .def_property_readonly("engine_id",
                              [](const PyConfig& config) { return config.self.engine_id; });

@@ -64,7 +64,9 @@ void EngineThread::run(const TransportFactory& factory, std::unique_ptr<DeviceFe
   prctl(PR_SET_NAME, "kvpush", 0, 0, 0);
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
   Result<std::unique_ptr<Transport>> transport = factory();
-  yield_to_wakers();  // after the transport has started its own threads, which would inherit it
+  if (loop_.policy == ThreadPolicy::kBatch) {
+    yield_to_wakers();  // after the transport has started its own threads, which would inherit it
+  }
   Status status = transport.status();
   if (status.is_ok()) {
     status = transport.value()->register_memory(memory);

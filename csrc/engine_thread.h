@@ -4,8 +4,7 @@
 // The loop spins while something happens, yields the core for short naps while something is live,
 // and sleeps while nothing is. A command ends the sleep at once, and waits for the end of a nap:
 // waking a thread would cost the caller more than the nap costs the transfer. A message from a peer
-// can't wake it (NIXL has no way to wait), so the lengths are what its latency costs. Its policy is
-// SCHED_BATCH: where cores are short it goes on when they are free, not at once.
+// can't wake it (NIXL has no way to wait), so the lengths are what its latency costs.
 #pragma once
 
 #include <atomic>
@@ -25,10 +24,15 @@
 
 namespace kvpush {
 
+// kBatch: SCHED_BATCH. Where cores are short the thread goes on when one is free, not at once, so
+// that it never takes vLLM's.
+enum class ThreadPolicy { kBatch, kNormal };
+
 struct LoopConfig {
   DurationNs spin = 50 * kMicrosecond;       // keep spinning this long after the last progress
   DurationNs busy_poll = 20 * kMicrosecond;  // nap while something is live
   DurationNs idle_poll = kMillisecond;       // nap while nothing is
+  ThreadPolicy policy = ThreadPolicy::kBatch;
 };
 
 class EngineThread {

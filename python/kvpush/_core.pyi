@@ -200,11 +200,15 @@ class EngineConfig:
         spin_us: float = 50.0,
         busy_poll_us: float = 20.0,
         idle_poll_us: float = 1000.0,
+        thread_policy: str = "batch",
         push_granularity_tokens: int = 0,
         min_push_tokens: int = 0,
         mode: str = "push",
     ) -> None:
-        """`mode`: "push" (producers WRITE) or "pull" (consumers READ); equal on all peers."""
+        """`mode`: "push" (producers WRITE) or "pull" (consumers READ); equal on all peers.
+
+        `thread_policy`: "batch" (SCHED_BATCH, Linux) or "normal".
+        """
     @property
     def session(self) -> int: ...
     @property

@@ -6,7 +6,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sched.h>
 #include <string>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 
@@ -215,6 +217,25 @@ TEST_F(EngineThreadTest, StopAnswersWhoWaitsForAConnect) {
   waiting.join();
   EXPECT_EQ(result.reason, Reason::kShutdown);
   EXPECT_EQ(d.thread.connect(targets, kLimit).reason, Reason::kShutdown);
+}
+
+TEST_F(EngineThreadTest, ThreadHasTheConfiguredPolicy) {
+  const MemoryRange range{reinterpret_cast<std::uint64_t>(p.memory.data()), p.memory.size(),
+                          MemoryKind::kHost, 0};
+  for (const ThreadPolicy policy : {ThreadPolicy::kBatch, ThreadPolicy::kNormal}) {
+    LoopConfig loop;
+    loop.policy = policy;
+    EngineThread thread{EngineConfig{}, loop};
+    pid_t id = 0;
+    const Status started = thread.start(
+        [&]() -> Result<std::unique_ptr<Transport>> {
+          id = gettid();
+          return std::unique_ptr<Transport>(std::make_unique<LinkTransport>(link, "x"));
+        },
+        make_host_fence(), {range}, p.info);
+    ASSERT_TRUE(started.is_ok()) << started.message();
+    EXPECT_EQ(sched_getscheduler(id), policy == ThreadPolicy::kBatch ? SCHED_BATCH : SCHED_OTHER);
+  }
 }
 
 TEST_F(EngineThreadTest, StartErrorsAreReportedAndTheThreadIsGone) {

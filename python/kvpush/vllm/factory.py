@@ -154,7 +154,7 @@ def _step_events(layout: CacheLayout) -> StepEvents:
     return CudaEvents(torch.cuda.Event)
 
 
-def _pieces(config: Config, layout: CacheLayout) -> dict[str, int]:
+def _pieces(config: Config, layout: CacheLayout) -> dict[str, Any]:
     """How a prefill is cut while it runs: at whole blocks, into pieces worth a WRITE."""
     sizes = {region.tokens_per_block for region in layout.regions if region.kind == "attention"}
     token_bytes = sum(
@@ -200,6 +200,7 @@ def _tuning(config: Config) -> dict[str, Any]:
         "spin_us",
         "busy_poll_us",
         "idle_poll_us",
+        "thread_policy",
     )
     return {name: getattr(config, name) for name in names}
 
