@@ -8,7 +8,7 @@ bench/results; a test checks that the pages are as this makes them.
     budget.json       python -m bench.replay budget --save FILE
     handoff.json      python -m bench.handoff --save FILE
     hooks.json        python -m bench.hooks --save FILE
-    selftest.json     kvpush selftest --json >FILE
+    selftest.json     kvpush selftest --json, without its "nixl_library": that is a place
     desc_prep.json    python -m bench.desc_prep --save FILE
 """
 

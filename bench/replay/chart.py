@@ -53,7 +53,8 @@ def plot(runs: Sequence[Run], folder: Path) -> list[Path]:
             panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
         panels[0][0].set_ylabel(title)
-        panels[0][0].legend()
+        lines, modes = panels[0][0].get_legend_handles_labels()
+        figure.legend(lines, modes, loc="outside lower center", ncols=len(modes))
         path = folder / f"{name}.png"
         # Without metadata the same results make the same file.
         figure.savefig(path, dpi=120, metadata={"Software": None})
