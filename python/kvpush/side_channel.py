@@ -165,7 +165,7 @@ def _ask(
 ) -> _Reply:
     deadline = time.monotonic() + timeout_s
     body = _ENCODER.encode(question)
-    refusals = 0
+    refusals = lost = 0
     with _client_socket(auth) as (client, monitor):
         try:
             socket.getaddrinfo(host.strip("[]"), port)  # of names ZMQ says nothing
@@ -185,12 +185,25 @@ def _ask(
                 if event == _NOBODY:
                     raise _unreachable(host, port, "can't be reached: nobody listens there")
                 if event == _LOST:
-                    client.send(body)  # every question may be asked twice
-                    continue
-                refusals += 1 if event == _HUNG_UP else _MOST_REFUSALS
-                if refusals >= _MOST_REFUSALS:
+                    lost += 1
+                    # In the handshake it was not sent yet, and is still waiting in the socket.
+                    if lost > refusals and not client.poll(0):
+                        _ask_again(host, port, client, body, auth)
+                else:
+                    refusals += 1 if event == _HUNG_UP else _MOST_REFUSALS
+                if max(lost, refusals) >= _MOST_REFUSALS:
                     raise PeerIncompatibleError(_refusal(host, port, auth))
     raise _unreachable(host, port, f"did not answer within {timeout_s:g} s")
+
+
+def _ask_again(
+    host: str, port: int, client: zmq.Socket[Any], body: bytes, auth: AuthKey | None
+) -> None:
+    """Every question may be asked twice."""
+    try:
+        client.send(body, zmq.NOBLOCK)
+    except zmq.Again:  # ZMQ does not connect again to who breaks its protocol
+        raise PeerIncompatibleError(_refusal(host, port, auth)) from None
 
 
 def _refusal(host: str, port: int, auth: AuthKey | None) -> str:

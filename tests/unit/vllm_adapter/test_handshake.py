@@ -267,6 +267,53 @@ def test_a_question_that_is_lost_with_its_connection_is_asked_again() -> None:
         loser.result()
 
 
+def _says(listening: socket.socket, said: bytes) -> None:
+    """A listener of another kind: it greets whoever comes, and hangs up."""
+    with contextlib.suppress(OSError):  # closed: the test is over
+        while True:
+            client, _ = listening.accept()
+            with client:
+                client.sendall(said)
+
+
+@pytest.mark.parametrize("auth", [None, AuthKey(b"the key of a test")], ids=["no key", "a key"])
+@pytest.mark.parametrize("said", [b"SSH-2.0-x\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, b""])
+def test_a_listener_of_another_kind_is_given_up(said: bytes, auth: AuthKey | None) -> None:
+    with socket.create_server((HOST, 0)) as listening:
+        thread = threading.Thread(target=_says, args=(listening, said), daemon=True)
+        thread.start()
+        begin = time.monotonic()
+        with pytest.raises((PeerIncompatibleError, PeerUnreachableError)):
+            query_peers(HOST, listening.getsockname()[1], LONG_S / 10, auth)
+        assert time.monotonic() - begin < LONG_S
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_an_answer_without_its_envelope_is_given_up() -> None:
+    def answer_badly(listener: zmq.Socket[Any]) -> None:
+        while listener.poll(int(1000 * LONG_S)):
+            name, *_ = listener.recv_multipart()
+            if name == b"over":
+                return
+            listener.send_multipart([name, b"no envelope"])
+
+    with zmq.Context() as context, ThreadPoolExecutor() as pool:
+        listener = context.socket(zmq.ROUTER)
+        port = listener.bind_to_random_port(f"tcp://{HOST}")
+        answering = pool.submit(answer_badly, listener)
+        try:
+            with pytest.raises((PeerIncompatibleError, PeerUnreachableError)):
+                query_peers(HOST, port, LONG_S / 10)
+        finally:
+            with context.socket(zmq.DEALER) as last:
+                last.setsockopt(zmq.IDENTITY, b"over")
+                last.connect(f"tcp://{HOST}:{port}")
+                last.send(b"")
+                answering.result()
+            listener.close()
+
+
 def test_connections_that_end_are_not_counted_any_more(channel: SideChannel) -> None:
     for _ in range(50):
         with socket.create_connection((HOST, channel.port), LONG_S) as client:
