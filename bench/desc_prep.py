@@ -326,6 +326,11 @@ def measure(row: Row, wires: Wires | None, rounds: int) -> None:
     row.runs, row.descriptors = plan.total_runs, plan.descriptors_before
     local, remote = stock.plan(local_list), stock.plan(remote_list)
     rounds = max(1, rounds // TURNS)
+
+    def check() -> None:
+        assert wires is not None
+        wires.stock.check(row.regions, producer, consumer)
+
     for _ in range(TURNS):
         theirs = {
             "plan": best_us(lambda: (stock.plan(local_list), stock.plan(remote_list)), rounds)
@@ -333,14 +338,12 @@ def measure(row: Row, wires: Wires | None, rounds: int) -> None:
         ours = {"plan": best_us(lambda: planner.plan_pattern(span, *tables), rounds)}
         if wires is not None:
             theirs["make"] = wires.stock.time_make(local, remote, rounds)
+            if row.descriptors <= MAX_POSTED:
+                theirs["post"] = wires.stock.time_post(local, remote, check)
             more = wires.ours.measure(row, producer, consumer, rounds)
             ours |= {"core": more.pop("plan")} | more
         keep_best(row.stock, theirs)
         keep_best(row.ours, ours)
-    if wires is not None and row.descriptors <= MAX_POSTED:
-        row.stock["post"] = wires.stock.time_post(
-            local, remote, lambda: wires.stock.check(row.regions, producer, consumer)
-        )
 
 
 def pair_of(row: Row, stage: str) -> str:

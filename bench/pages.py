@@ -239,12 +239,12 @@ def hooks_part(hooks: Any) -> str:
     for row in hooks["summary"] if hooks else ():
         cells = [str(row["in_flight"]), row["per"]]
         for kind, digits in (("kvpush", 0), ("stock-push", 0), ("ratio", 2)):
-            for statistic in ("mean", "p50", "cpu"):
+            for statistic in ("mean", "p50", "p99"):
                 value = row.get(f"{kind} {statistic}")
                 cells.append("-" if value is None else f"{value:,.{digits}f}")
         rows.append(cells)
     kinds = ("kvpush", "stock push", "ratio")
-    titles = [f"{kind} {statistic}" for kind in kinds for statistic in ("mean", "p50", "CPU")]
+    titles = [f"{kind} {statistic}" for kind in kinds for statistic in ("mean", "p50", "p99")]
     return _markdown(["in flight", "per", *titles], rows)
 
 

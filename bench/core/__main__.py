@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from bench import record_allocation
-from bench.core.native import NoGoogleBenchmarkError, build
+from bench.core.native import NOT_INSTALLED, NoGoogleBenchmarkError, build
 
 
 def write_ids(path: Path) -> None:
@@ -24,12 +24,12 @@ def write_ids(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status of the benchmark; 2 if it can't be built here."""
+    """The exit status of the benchmark; NOT_INSTALLED if it can't be built here."""
     try:
         program = build("kvpush_bench_core")
     except NoGoogleBenchmarkError as error:
         print(error)
-        return 2
+        return NOT_INSTALLED
     with tempfile.TemporaryDirectory() as folder:
         ids = Path(folder) / "ids.txt"
         write_ids(ids)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "bench-native"
+NOT_INSTALLED = 2
+"""Exit status of the benchmarks of the core where google-benchmark is missing."""
 _CACHE_ENTRY = "benchmark_DIR:PATH="
 
 
@@ -21,7 +23,11 @@ class NoGoogleBenchmarkError(Exception):
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        msg = f"{command[0]} is not in PATH; this needs CMake, Ninja and a C++20 compiler"
+        raise RuntimeError(msg) from error
     if done.returncode != 0:
         msg = f"`{' '.join(command)}` failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         raise RuntimeError(msg)

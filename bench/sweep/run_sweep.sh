@@ -71,7 +71,7 @@ prompts() {
 
 # measure QPS INPUT OUTPUT ITERATION: false if a request failed; ends the sweep if one hangs
 measure() {
-  local qps=$1 input=$2 output=$3 iteration=$4 name count seed status=0 more=()
+  local qps=$1 input=$2 output=$3 iteration=$4 name count seed begun status=0 more=()
   name=${MODE}_qps${qps}_in${input}_out${output}_iter${iteration}
   if [[ -s $RESULTS_DIR/$name.json ]]; then
     echo "$name: there already"
@@ -82,6 +82,7 @@ measure() {
   seed=$(printf '%s ' "$qps" "$input" "$output" "$iteration" | cksum | cut -d ' ' -f 1)
   read -r -a more <<<"${BENCH_ARGS:-}"
   echo "$name: $count requests"
+  begun=$SECONDS
   # In the foreground, so that Ctrl-C reaches it.
   PYTHONUNBUFFERED=1 PYTHONPATH=$REPO_DIR${PYTHONPATH:+:$PYTHONPATH} \
     timeout --foreground -k 10 "$LIMIT_S" "$PYTHON" \
@@ -94,8 +95,8 @@ measure() {
     --disable-tqdm "${more[@]}" >"$RESULTS_DIR/$name.log" 2>&1 || status=$?
   ((status)) || return 0
   tail -n 5 "$RESULTS_DIR/$name.log" >&2
-  # 137: it did not end on SIGTERM either.
-  if ((status == 124 || status == 137)); then
+  # 137 that late: it did not end on SIGTERM either. Before, somebody else has killed it.
+  if ((status == 124 || (status == 137 && SECONDS - begun >= LIMIT_S))); then
     die "$name did not end within $LIMIT_S s (LIMIT_S); its log: $RESULTS_DIR/$name.log. If it had begun" \
       "there, requests hang and may still hold the servers' KV cache: see the servers' logs and start" \
       "them again. Else LIMIT_S is too short for this host"

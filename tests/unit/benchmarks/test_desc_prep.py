@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import bench.core.__main__ as core
+from bench import desc_prep
 from bench.core import native
 from bench.desc_prep import COSTS, best_us, costs_ns
 from bench.pages import desc_prep_part, goals_part, make_part
@@ -56,10 +57,18 @@ def test_goals_are_held_by_the_worst_pattern() -> None:
     assert making.endswith("| 0.80 | no |")
 
 
-def test_a_call_is_timed() -> None:
-    calls: list[int] = []
-    assert best_us(lambda: calls.append(1), rounds=2) >= 0
-    assert len(calls) > 2
+def test_short_calls_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    calls = 0
+
+    def work() -> None:
+        nonlocal now, calls
+        now += 10e-6
+        calls += 1
+
+    monkeypatch.setattr("bench.desc_prep.time.thread_time", lambda: now)
+    assert best_us(work, rounds=2) == pytest.approx(10.0)
+    assert calls == 1 + 2 * (desc_prep.QUICKEST_TIMED_US / 10)
 
 
 def test_a_machine_without_google_benchmark_is_told_what_to_install(
