@@ -106,7 +106,10 @@ bool Engine::is_named(const std::string& name) const {
 // name it must turn out to have.
 Result<Engine::Peer*> Engine::load_peer(const PeerInfo& info, const std::string* claimed_name) {
   if (peers_.size() >= config_.max_peers) {
-    return Status::error("too many peers: " + std::to_string(peers_.size()), Reason::kTableFull);
+    return Status::error("this rank has " + std::to_string(peers_.size()) +
+                             " peers, which is its limit; spread the prefill engines over more "
+                             "decode engines",
+                         Reason::kTableFull);
   }
   Result<std::string> name = transport_.add_peer(info.transport_metadata);
   if (!name.is_ok()) {

@@ -22,9 +22,11 @@ void answer(std::map<std::uint64_t, std::promise<T>>& waiting, std::uint64_t id,
 
 // A thread that a command wakes on the caller's own core would take that core at once, and the
 // caller, in a hook of vLLM's engine loop, would wait while a whole request is planned and posted.
-// Batch threads wait for a free core, or for the caller to sleep. Where a container forbids it,
-// only that is lost.
-void yield_to_wakers() {
+// A batch thread preempts nobody when it wakes: it gets a free core, or waits for one up to a time
+// slice. Another policy than the usual one was somebody's choice and stays. Where a container
+// forbids the change, only its gain is lost.
+void become_batch_thread() {
+  if (sched_getscheduler(0) != SCHED_OTHER) return;
   const sched_param no_priority{};
   sched_setscheduler(0, SCHED_BATCH, &no_priority);
 }
@@ -65,7 +67,8 @@ void EngineThread::run(const TransportFactory& factory, std::unique_ptr<DeviceFe
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
   Result<std::unique_ptr<Transport>> transport = factory();
   if (loop_.policy == ThreadPolicy::kBatch) {
-    yield_to_wakers();  // after the transport has started its own threads, which would inherit it
+    become_batch_thread();  // after the transport has started its own threads, which would inherit
+                            // it
   }
   Status status = transport.status();
   if (status.is_ok()) {

@@ -24,8 +24,8 @@
 
 namespace kvpush {
 
-// kBatch: SCHED_BATCH. Where cores are short the thread goes on when one is free, not at once, so
-// that it never takes vLLM's.
+// kBatch: SCHED_BATCH. A thread that wakes preempts nobody, vLLM's thread least of all; where cores
+// are short it waits for one up to a time slice. kNormal: whatever the process has.
 enum class ThreadPolicy { kBatch, kNormal };
 
 struct LoopConfig {

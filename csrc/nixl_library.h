@@ -29,6 +29,7 @@ struct NixlNotifMap;
 using NixlStatus = int;
 constexpr NixlStatus kNixlSuccess = 0;
 constexpr NixlStatus kNixlInProgress = 1;
+constexpr NixlStatus kNixlBackendError = -2;
 
 // A readable name for any status value, known or not.
 std::string_view nixl_status_name(NixlStatus status) noexcept;

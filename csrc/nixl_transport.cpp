@@ -268,9 +268,10 @@ Result<std::string> NixlTransport::add_peer(BytesView metadata) {
   const std::unique_ptr<char, void (*)(void*)> owner(loaded, &std::free);
   if (status != kNixlSuccess) {
     nixl_->invalidate_remote_md(agent_, name.c_str());  // what was loaded before the error
-    // It fits, as far as is known here: most likely nobody is at that address any more.
     const Status error = nixl_error("cannot load the metadata of peer '" + name + "'", status);
-    return Status::error(error.message(), Reason::kPeerUnreachable);
+    // The backend fails where nobody is any more; bytes that it can't read are rarer.
+    const bool unreachable = status == kNixlBackendError;
+    return Status::error(error.message(), unreachable ? Reason::kPeerUnreachable : Reason::kNone);
   }
   if (name != loaded) {
     nixl_->invalidate_remote_md(agent_, loaded);

@@ -41,7 +41,7 @@ class Transport {
 
   // Loads a peer's metadata; returns its name. Loading the same peer again replaces the old one.
   // Any bytes may be passed: what is not metadata is an error. One with kPeerUnreachable says that
-  // the metadata fits and the peer behind it can't be reached (now).
+  // the peer behind it can't be reached (now), as far as the transport can tell that from misfits.
   virtual Result<std::string> add_peer(BytesView metadata) = 0;
   // Forgets a peer: nothing more can be posted or sent to it. Its handles go on until they end and
   // must still be released. It does not stop the peer's own writes into our memory: on UCX those of

@@ -98,9 +98,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Its sleep between looks when nothing is in flight: under 1 % of a core."""
 
     thread_policy: Literal["batch", "normal"] = "batch"
-    """How the operating system schedules the native thread where cores are short. "batch": it never
-    takes the core from vLLM's thread, and waits for one up to a time slice. "normal": it takes its
-    turn at once, and vLLM's step waits."""
+    """How the operating system schedules the native thread where cores are short. "batch": when it
+    wakes it does not preempt vLLM's thread, and waits for a core up to a time slice. "normal": it
+    takes its turn at once, and vLLM's step waits."""
 
     push_when: Literal["step", "end"] = "step"
     """When a prefill is pushed: after each step what that has computed, or all of it at its end."""

@@ -185,7 +185,12 @@ class Endpoints:
 
 
 def _failed(address: Address, reason: str, error: Exception) -> Meeting:
-    logger.error("The prefill engine at %s:%d can't be used: %s", *address, error)
+    if reason == "shutdown":
+        logger.info("The prefill engine at %s:%d is not met any more: %s", *address, error)
+    elif reason == "table_full":
+        logger.error("This engine can't meet the prefill engine at %s:%d: %s", *address, error)
+    else:
+        logger.error("The prefill engine at %s:%d can't be used: %s", *address, error)
     return Meeting(reason=reason, detail=str(error))
 
 
