@@ -119,9 +119,11 @@ stop_group() {
   echo "$1: ended"
 }
 
-# wait_healthy NAME URL LOG: until /health answers; ends with the log's tail when NAME is gone
+# wait_healthy NAME URL LOG: until /health answers; ends with the log's tail when NAME is gone.
+# Interrupted, it ends what it waits for: nobody would know of it.
 wait_healthy() {
   local name=$1 url=$2 log=$3 begin=$SECONDS
+  trap 'stop_group "$name" >&2; exit 130' INT TERM
   until "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
     "$url/health" >/dev/null 2>&1; do
     # The process itself: it becomes a group's leader only a moment after its start.
@@ -137,6 +139,7 @@ wait_healthy() {
     fi
     sleep 0.5
   done
+  trap - INT TERM
 }
 
 # need_mode NAME URL: NAME answers at URL, and its servers were not started in another mode than MODE.

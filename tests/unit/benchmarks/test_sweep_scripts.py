@@ -77,12 +77,14 @@ def test_a_sweep_takes_no_arguments() -> None:
     assert "--qps" in refused.stderr
 
 
-def fake_python(folder: Path, does: str) -> Path:
-    """An interpreter that runs the scripts' own lines, and instead of a module what is said."""
+def fake_python(folder: Path, does: str, unhealthy: str = "exit 1") -> Path:
+    """An interpreter that runs the scripts' own lines, and instead of a module what is said.
+
+    And `unhealthy` instead of asking for a server's health.
+    """
     fake = folder / "python"
-    fake.write_text(
-        f'#!/bin/sh\ncase $1 in -) exec {sys.executable} "$@" ;; -c) exit 1 ;; esac\n{does}\n'
-    )
+    own = f'-) exec {sys.executable} "$@" ;; -c) {unhealthy} ;;'
+    fake.write_text(f"#!/bin/sh\ncase $1 in {own} esac\n{does}\n")
     fake.chmod(0o755)
     return fake
 
@@ -207,6 +209,29 @@ def test_ctrl_c_ends_a_measurement(tmp_path: Path) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(sweep.pid, signal.SIGKILL)
             sweep.wait()
+
+
+def test_ctrl_c_ends_a_server_that_is_starting(tmp_path: Path) -> None:
+    fake = fake_python(tmp_path, "exec sleep 600", 'touch "$0.asked"; exit 1')
+    starting = subprocess.Popen(
+        [SWEEP / "serve_pd.sh"],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(fake), **SETTINGS}
+        | {"ROLE": "prefill", "RUN_DIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    server = tmp_path / "prefill.pid"
+    try:
+        wait_for(fake.with_name(f"{fake.name}.asked").exists)
+        group = int(server.read_text())
+        os.killpg(starting.pid, signal.SIGINT)
+        assert starting.wait(60) == 130
+        assert not server.exists()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(starting.pid, signal.SIGKILL)
+        starting.wait()
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
