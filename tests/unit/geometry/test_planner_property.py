@@ -117,6 +117,9 @@ def check_merging(world: World, p: int, c: int, pairs: Pairs, runs: int) -> None
             outside = order[order.index("block") :]
             if cut and ("head" in outside or "component" in outside):
                 return  # the cut block may touch its neighbour in each head: not looked for
+            page = order[order.index("token") : order.index("page")]
+            if cut and from_.pages > 1 and ("head" in page or "component" in page):
+                return  # the first head of a cut page may touch the page before: not looked for
         # Layers of a cut block, or behind a gap, may touch those of the next: by chance too.
         alike = alike and all(
             getattr(from_, trait) == getattr(to, trait)
