@@ -36,9 +36,9 @@ void throw_if_error(const Status& status) {
 }
 
 // An exception of its own for each way in which a meeting fails.
-void throw_if_not_met(const ConnectResult& result) {
+void throw_if_not_met(const Status& status) {
   PyObject* type = nullptr;
-  switch (result.reason) {
+  switch (status.reason()) {
     case Reason::kPeerUnreachable:
       type = PyExc_TimeoutError;
       break;
@@ -52,10 +52,10 @@ void throw_if_not_met(const ConnectResult& result) {
       type = PyExc_ConnectionAbortedError;
       break;
     default:
-      throw_if_error(result.status);
+      throw_if_error(status);
       return;
   }
-  PyErr_SetString(type, result.status.message().c_str());
+  PyErr_SetString(type, status.message().c_str());
   throw py::error_already_set();
 }
 
@@ -534,7 +534,7 @@ void bind_event(py::module_& m) {
       .def_property_readonly("transfer_us",
                              [=](const PyEvent& e) { return micros(e.stats.transfer_ns); })
       .def_property_readonly("moved",
-                             [=](const PyEvent& e) -> py::object {
+                             [](const PyEvent& e) -> py::object {
                                const PostStats& s = e.stats;
                                if (s.bytes == 0) {
                                  return py::none();
@@ -609,7 +609,7 @@ class PyEngine {
         result = thread_.connect(std::move(targets.value()), timeout);
       }
     }
-    throw_if_not_met(result);
+    throw_if_not_met(result.status);
     return sessions;
   }
 

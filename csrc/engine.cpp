@@ -46,7 +46,7 @@ void Engine::handle(Command command) {
 void Engine::on(ConnectCommand command) {
   const std::uint64_t id = command.id;
   if (stopping_) {
-    end_connect(id, Reason::kShutdown, Status::error("the engine is stopping"));
+    end_connect(id, Status::error("the engine is stopping", Reason::kShutdown));
     return;
   }
   // A peer lost on the way ends the connect, and its entry: the targets must outlive that.
@@ -58,8 +58,10 @@ void Engine::on(ConnectCommand command) {
       return;
     }
     if (!status.is_ok()) {
-      const Reason known = status.reason();
-      end_connect(id, known == Reason::kNone ? Reason::kIncompatible : known, std::move(status));
+      if (status.reason() == Reason::kNone) {
+        status = Status::error(status.message(), Reason::kIncompatible);
+      }
+      end_connect(id, std::move(status));
       return;
     }
   }
@@ -139,9 +141,9 @@ Result<Engine::Peer*> Engine::load_peer(const PeerInfo& info, const std::string*
   return &peer;
 }
 
-void Engine::end_connect(std::uint64_t id, Reason reason, Status status) {
+void Engine::end_connect(std::uint64_t id, Status status) {
   connecting_.erase(id);
-  events_.emplace_back(ConnectResult{id, reason, std::move(status)});
+  events_.emplace_back(ConnectResult{id, std::move(status)});
 }
 
 // Answers the connects whose peers have all said WELCOME, or whose time is up.
@@ -161,14 +163,15 @@ void Engine::settle_connects() {
     }
   }
   for (auto& [id, silent] : over) {
-    end_connect(id, silent.empty() ? Reason::kNone : Reason::kPeerUnreachable,
-                silent.empty() ? Status::ok()
-                               : Status::error("no answer to HELLO from " + silent +
-                                               "; is it alive, and can the transport reach it?"));
+    end_connect(id, silent.empty()
+                        ? Status::ok()
+                        : Status::error("no answer to HELLO from " + silent +
+                                            "; is it alive, and can the transport reach it?",
+                                        Reason::kPeerUnreachable));
   }
 }
 
-void Engine::fail_connects(Session session, Reason reason, const Status& why) {
+void Engine::fail_connects(Session session, const Status& why) {
   std::vector<std::uint64_t> ids;
   for (const auto& [id, command] : connecting_) {
     if (std::any_of(command.targets.begin(), command.targets.end(),
@@ -177,7 +180,7 @@ void Engine::fail_connects(Session session, Reason reason, const Status& why) {
     }
   }
   for (const std::uint64_t id : ids) {
-    end_connect(id, reason, why);
+    end_connect(id, why);
   }
 }
 
@@ -314,8 +317,8 @@ void Engine::on(ShutdownCommand /*command*/) {
     consumer_.revoke_all(Reason::kShutdown, now, out);
   });
   while (!connecting_.empty()) {
-    end_connect(connecting_.begin()->first, Reason::kShutdown,
-                Status::error("the engine is stopping"));
+    end_connect(connecting_.begin()->first,
+                Status::error("the engine is stopping", Reason::kShutdown));
   }
 }
 
@@ -504,8 +507,8 @@ bool Engine::on_message(Session from, const RefuseMessage& message) {
     return true;
   }
   peer.greeted = false;
-  fail_connects(from, Reason::kIncompatible,
-                Status::error("the producer refuses: " + message.detail));
+  fail_connects(from,
+                Status::error("the producer refuses: " + message.detail, Reason::kIncompatible));
   return true;
 }
 
@@ -626,7 +629,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   peers_.erase(found);
   ++totals_.peers_lost;
   events_.emplace_back(PeerLostEvent{session, why});
-  fail_connects(session, Reason::kPeerLost, Status::error("the producer was lost: " + why));
+  fail_connects(session, Status::error("the producer was lost: " + why, Reason::kPeerLost));
   Actions out;  // of its own: what is in collect() may lead here
   consumer_.on_peer_lost(session, fence, now, out);
   producer_.on_peer_lost(session, fence, now, out);

@@ -99,9 +99,8 @@ using Command = std::variant<ConnectCommand, GrantCommand, RevokeCommand, Fenced
 
 struct ConnectResult {
   std::uint64_t id = 0;
-  // kPeerUnreachable (the transport can't reach it, or no answer in time), kPeerLost, kTableFull,
-  // kIncompatible or kShutdown; kNone: all met.
-  Reason reason = Reason::kNone;
+  // Ok: all met. Else its reason is kPeerUnreachable (the transport can't reach it, or no answer in
+  // time), kPeerLost, kTableFull, kIncompatible or kShutdown.
   Status status;
 };
 struct PeerLostEvent {
@@ -198,9 +197,9 @@ class Engine {
   void on(const WithdrawCommand& command);
   void on(ShutdownCommand command);
   Status greet(PeerTarget& target);
-  void end_connect(std::uint64_t id, Reason reason, Status status);
+  void end_connect(std::uint64_t id, Status status);
   void settle_connects();
-  void fail_connects(Session session, Reason reason, const Status& why);
+  void fail_connects(Session session, const Status& why);
 
   // Messages.
   bool receive();

@@ -67,8 +67,8 @@ void EngineThread::run(const TransportFactory& factory, std::unique_ptr<DeviceFe
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
   Result<std::unique_ptr<Transport>> transport = factory();
   if (loop_.policy == ThreadPolicy::kBatch) {
-    become_batch_thread();  // after the transport has started its own threads, which would inherit
-                            // it
+    // After the transport has started its own threads, which would inherit it.
+    become_batch_thread();
   }
   Status status = transport.status();
   if (status.is_ok()) {
@@ -121,7 +121,7 @@ void EngineThread::loop(Engine& engine) {
     rewinding = std::exchange(rewinds_, {});
   }
   for (auto& [id, promise] : waiting) {
-    promise.set_value({id, Reason::kShutdown, Status::error("the engine has stopped")});
+    promise.set_value({id, Status::error("the engine has stopped", Reason::kShutdown)});
   }
   for (auto& [id, promise] : rewinding) {
     promise.set_value({});
@@ -193,7 +193,7 @@ ConnectResult EngineThread::connect(std::vector<PeerTarget> targets, DurationNs 
     const std::lock_guard lock(state_mutex_);
     command.id = next_id_++;
     if (!running_) {
-      return {command.id, Reason::kShutdown, Status::error("the engine is not running")};
+      return {command.id, Status::error("the engine is not running", Reason::kShutdown)};
     }
     answer = connects_[command.id].get_future();
   }

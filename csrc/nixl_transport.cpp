@@ -182,10 +182,10 @@ NixlTransport::~NixlTransport() {
   if (agent_ != nullptr) nixl_->destroy_agent(agent_);
 }
 
-Status NixlTransport::nixl_error(const std::string& what, NixlStatus status) {
+Status NixlTransport::nixl_error(const std::string& what, NixlStatus status, Reason reason) {
   last_error_ = what + ": NIXL reports '" + std::string(nixl_status_name(status)) + "' (" +
                 std::to_string(status) + "); its log on stderr has the cause";
-  return Status::error(last_error_);
+  return Status::error(last_error_, reason);
 }
 
 // ---- memory ----------------------------------------------------------------------------------
@@ -268,10 +268,9 @@ Result<std::string> NixlTransport::add_peer(BytesView metadata) {
   const std::unique_ptr<char, void (*)(void*)> owner(loaded, &std::free);
   if (status != kNixlSuccess) {
     nixl_->invalidate_remote_md(agent_, name.c_str());  // what was loaded before the error
-    const Status error = nixl_error("cannot load the metadata of peer '" + name + "'", status);
     // The backend fails where nobody is any more; bytes that it can't read are rarer.
-    const bool unreachable = status == kNixlBackendError;
-    return Status::error(error.message(), unreachable ? Reason::kPeerUnreachable : Reason::kNone);
+    return nixl_error("cannot load the metadata of peer '" + name + "'", status,
+                      status == kNixlBackendError ? Reason::kPeerUnreachable : Reason::kNone);
   }
   if (name != loaded) {
     nixl_->invalidate_remote_md(agent_, loaded);

@@ -116,7 +116,7 @@ class NixlTransport final : public Transport {
   void drop_peer(const std::string& peer_name);
   void forget_peer(const std::string& peer_name);
   bool is_loaded_in_nixl(const std::string& peer_name) const;
-  Status nixl_error(const std::string& what, NixlStatus status);
+  Status nixl_error(const std::string& what, NixlStatus status, Reason reason = Reason::kNone);
 
   const NixlLibrary& nixl_;
   std::shared_ptr<const NixlLibrary> library_;

@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
-#include <new>
 #include <numeric>
 #include <random>
 #include <string>
@@ -19,27 +18,8 @@
 #include "copy_plan_parts.h"
 #include "coverage.h"
 #include "message.h"
+#include "support/allocations.h"
 #include "workload.h"
-
-namespace {
-std::uint64_t allocations = 0;
-bool failed = false;
-}  // namespace
-
-// Not inlined: seen through, malloc and free look to the compiler like a mismatch of new and
-// delete.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  ++allocations;
-  void* memory = std::malloc(std::max<std::size_t>(size, 1));
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
-  std::free(memory);
-}
 
 namespace kvpush::bench {
 namespace {
@@ -51,6 +31,8 @@ const std::map<Pattern, std::string> kPatterns = {{Pattern::kContiguous, "contig
 constexpr std::uint32_t kSizes[] = {64, 1'024, 8'192};
 constexpr std::uint64_t kProducerBase = std::uint64_t{1} << 40;
 constexpr std::uint64_t kConsumerBase = std::uint64_t{1} << 44;
+
+bool failed = false;
 
 // By number of blocks: what vLLM's block manager gave out.
 std::map<std::uint32_t, BlockLists> recorded;
@@ -220,5 +202,5 @@ int main(int argc, char** argv) {
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
   kvpush::bench::register_all();
   benchmark::RunSpecifiedBenchmarks();
-  return failed ? 1 : 0;
+  return kvpush::bench::failed ? 1 : 0;
 }

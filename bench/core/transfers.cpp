@@ -55,12 +55,19 @@ namespace {
 
 constexpr std::uint32_t kMostRegions = 128;
 constexpr std::uint64_t kMemoryBytes = std::uint64_t{kMostRegions} * kPoolBlocks * kBlockBytes;
-constexpr double kNever = std::numeric_limits<double>::infinity();
-
 double now_us(clockid_t clock) {
   timespec time{};
   clock_gettime(clock, &time);
   return static_cast<double>(time.tv_sec) * 1e6 + static_cast<double>(time.tv_nsec) / 1e3;
+}
+
+// The least of what some rounds say they took.
+template <typename Round>
+double quickest(std::uint32_t rounds, Round&& round) {
+  double best = std::numeric_limits<double>::infinity();
+  for (std::uint32_t i = 0; i < rounds; ++i)
+    best = std::min(best, round());
+  return best;
 }
 
 template <typename T>
@@ -202,14 +209,12 @@ class Wire {
 
   double best_plan(const Request& request, CopyPlanner& planner) {
     PatternPlan plan;
-    double best = kNever;
-    for (std::uint32_t i = 0; i < request.rounds; ++i) {
+    return quickest(request.rounds, [&] {
       const double start = now_us(CLOCK_THREAD_CPUTIME_ID);
       must(planner.plan_pattern(request.lists.span(), request.lists.producer,
                                 request.lists.consumer, plan));
-      best = std::min(best, now_us(CLOCK_THREAD_CPUTIME_ID) - start);
-    }
-    return best;
+      return now_us(CLOCK_THREAD_CPUTIME_ID) - start;
+    });
   }
 
   // From a plan to handles, given back at once as the engine does with those that have ended.
@@ -217,8 +222,7 @@ class Wire {
     timed_.depth = depth;
     Poster poster(timed_, clock_, 1, {.max_batch_descriptors = request.part_descriptors});
     std::vector<PostEnded> ended;
-    double best = kNever;
-    for (std::uint32_t i = 0; i < request.rounds; ++i) {
+    return quickest(request.rounds, [&] {
       PostJob next = job(request, planner, poster);
       ended.clear();
       timed_.release_us = 0;
@@ -226,9 +230,8 @@ class Wire {
       poster.add(std::move(next));
       while (poster.queued() != 0)
         poster.step(may_post, ended);
-      best = std::min(best, now_us(CLOCK_THREAD_CPUTIME_ID) - start - timed_.release_us);
-    }
-    return best;
+      return now_us(CLOCK_THREAD_CPUTIME_ID) - start - timed_.release_us;
+    });
   }
 
   // Make and post, which take turns in the engine, until everything is there.
@@ -236,8 +239,7 @@ class Wire {
     timed_.depth = Depth::kPost;
     Poster poster(timed_, clock_, 1, {.max_batch_descriptors = request.part_descriptors});
     std::vector<PostEnded> ended;
-    double best = kNever;
-    for (std::uint32_t i = 0; i < request.post_rounds; ++i) {
+    return quickest(request.post_rounds, [&] {
       PostJob next = job(request, planner, poster);
       ended.clear();
       const double start = now_us(CLOCK_MONOTONIC);
@@ -246,12 +248,12 @@ class Wire {
         poster.step(may_post, ended);
         must(consumer_.transport->poll_notifications(notifications_));
       }
-      best = std::min(best, now_us(CLOCK_MONOTONIC) - start);
+      const double took = now_us(CLOCK_MONOTONIC) - start;
       notifications_.clear();
       if (ended.front().reason != Reason::kNone) must(Status::error(ended.front().detail));
       check_bytes(request);
-    }
-    return best;
+      return took;
+    });
   }
 
   void check_bytes(const Request& request) {
@@ -293,8 +295,7 @@ class Wire {
       }
     }
     PreparedLists& lists = prepared();
-    double best = kNever;
-    for (std::uint32_t round = 0; round < request.rounds; ++round) {
+    return quickest(request.rounds, [&] {
       double spent = 0;
       for (std::size_t at = 0; at < local.size(); at += request.part_descriptors) {
         const std::size_t count =
@@ -304,9 +305,8 @@ class Wire {
         spent += now_us(CLOCK_THREAD_CPUTIME_ID) - start;
         NixlTransportTimer::destroy(*producer_.transport, made);
       }
-      best = std::min(best, spent);
-    }
-    return best;
+      return spent;
+    });
   }
 
   static bool may_post(ServeId /*serve*/, Session /*to*/) { return true; }

@@ -136,7 +136,7 @@ TEST_F(EngineTest, PeersThatDifferAreRefusedByName) {
   pass(10 * kMillisecond);
   const auto results = other.take<ConnectResult>();
   ASSERT_EQ(results.size(), 1U);
-  EXPECT_EQ(results[0].reason, Reason::kIncompatible);
+  EXPECT_EQ(results[0].status.reason(), Reason::kIncompatible);
   EXPECT_NE(results[0].status.message().find("another-model"), std::string::npos)
       << results[0].status.message();
 }
@@ -177,18 +177,28 @@ TEST_F(EngineTest, ConnectToNobodyTimesOutAndOthersAreNotDelayed) {
   pass(3 * kSecond, &dead);
   results = d.take<ConnectResult>();
   ASSERT_EQ(results.size(), 1U);
-  EXPECT_EQ(results[0].reason, Reason::kPeerUnreachable);
+  EXPECT_EQ(results[0].status.reason(), Reason::kPeerUnreachable);
 }
+
+// One that has tried at once to meet another, over a fabric of their own.
+struct FaultyMeeting {
+  FaultyMeeting(sim::EventQueue& queue, const sim::FabricFaults& faults)
+      : fabric(queue, sim::Random(2), faults),
+        a(queue, fabric, "a", 50),
+        b(queue, fabric, "b", 60) {
+    a.connect(9, {b.info});
+    a.tick();
+  }
+  sim::SimFabric fabric;
+  TestRank a;
+  TestRank b;
+};
 
 TEST_F(EngineTest, PeerThatTheTransportCannotLoadIsUnreachable) {
   sim::FabricFaults faults;
   faults.unloadable_per_mille = 1'000;
-  sim::SimFabric broken(queue, sim::Random(2), faults);
-  TestRank a(queue, broken, "a", 50);
-  TestRank b(queue, broken, "b", 60);
-  a.connect(9, {b.info});
-  a.tick();
-  EXPECT_EQ(a.take<ConnectResult>().at(0).reason, Reason::kPeerUnreachable);
+  FaultyMeeting meeting(queue, faults);
+  EXPECT_EQ(meeting.a.take<ConnectResult>().at(0).status.reason(), Reason::kPeerUnreachable);
 }
 
 TEST_F(EngineTest, OnePeerTooManyIsSaidSo) {
@@ -198,22 +208,18 @@ TEST_F(EngineTest, OnePeerTooManyIsSaidSo) {
   a.connect(8, {p.info});
   a.connect(9, {d.info});
   a.tick();
-  EXPECT_EQ(a.take<ConnectResult>().at(0).reason, Reason::kTableFull);
+  EXPECT_EQ(a.take<ConnectResult>().at(0).status.reason(), Reason::kTableFull);
 }
 
 TEST_F(EngineTest, ConnectWhoseHelloCannotBeSentFailsAtOnce) {
   sim::FabricFaults faults;
   faults.invalidate_per_mille = 1'000;
-  sim::SimFabric broken(queue, sim::Random(2), faults);
-  TestRank a(queue, broken, "a", 50);
-  TestRank b(queue, broken, "b", 60);
-  a.connect(9, {b.info});
-  a.tick();
-  const auto results = a.take<ConnectResult>();
+  FaultyMeeting meeting(queue, faults);
+  const auto results = meeting.a.take<ConnectResult>();
   ASSERT_EQ(results.size(), 1U);
-  EXPECT_EQ(results[0].reason, Reason::kPeerLost);
+  EXPECT_EQ(results[0].status.reason(), Reason::kPeerLost);
   EXPECT_FALSE(results[0].status.is_ok());
-  EXPECT_EQ(a.transport->counts().peers, 0U);
+  EXPECT_EQ(meeting.a.transport->counts().peers, 0U);
 }
 
 TEST_F(EngineTest, GrantThatCannotBeSentIsNoSilentWait) {
@@ -429,7 +435,7 @@ TEST_F(EngineTest, ShutdownRefusesWhatComesLaterAndReportsEachEndOnce) {
   d.connect(2, {p.info});
   pass(10 * kMillisecond);
   expect_end(d, 5, End::kFailed, Reason::kShutdown);
-  EXPECT_EQ(d.take<ConnectResult>().at(0).reason, Reason::kShutdown);
+  EXPECT_EQ(d.take<ConnectResult>().at(0).status.reason(), Reason::kShutdown);
 }
 
 TEST_F(EngineTest, HelloRepeatedChangesNothing) {

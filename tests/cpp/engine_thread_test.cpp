@@ -199,7 +199,7 @@ TEST_F(EngineThreadTest, ConnectTimesOut) {
   nobody.transport_metadata = Bytes(1, std::byte{'P'});
   const auto targets = find_targets(std::vector{nobody}, std::vector{d.told()}, 0);
   const ConnectResult result = d.thread.connect(targets.value(), 50 * kMillisecond);
-  EXPECT_EQ(result.reason, Reason::kPeerUnreachable);
+  EXPECT_EQ(result.status.reason(), Reason::kPeerUnreachable);
   EXPECT_FALSE(result.status.is_ok());
 }
 
@@ -215,8 +215,8 @@ TEST_F(EngineThreadTest, StopAnswersWhoWaitsForAConnect) {
   }
   d.thread.shutdown(0);
   waiting.join();
-  EXPECT_EQ(result.reason, Reason::kShutdown);
-  EXPECT_EQ(d.thread.connect(targets, kLimit).reason, Reason::kShutdown);
+  EXPECT_EQ(result.status.reason(), Reason::kShutdown);
+  EXPECT_EQ(d.thread.connect(targets, kLimit).status.reason(), Reason::kShutdown);
 }
 
 TEST_F(EngineThreadTest, ThreadHasTheConfiguredPolicy) {

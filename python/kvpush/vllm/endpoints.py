@@ -167,9 +167,7 @@ class Endpoints:
             self._check_mode(address, hello)
             sizes = _tokens_per_block(hello)
             return Meeting(sessions=self._connect(hello), tokens_per_block=sizes)
-        except PeerUnreachableError as error:
-            return _failed(address, "peer_unreachable", error)
-        except TimeoutError as error:
+        except (PeerUnreachableError, TimeoutError) as error:
             return _failed(address, "peer_unreachable", error)
         except ConnectionRefusedError as error:
             return _failed(address, "table_full", error)
