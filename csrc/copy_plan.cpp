@@ -1,8 +1,10 @@
 #include "copy_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iterator>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -28,6 +30,7 @@ constexpr std::size_t kMaxShapes = 1'024;
 constexpr std::uint32_t kNoShape = 0xFFFF'FFFFU;
 constexpr std::uint32_t kBlockShape = 0;
 constexpr std::uint32_t kKeysAndValues = 2;
+constexpr std::size_t kRunsAtATime = 64;
 
 // A class, and what is worked out for it once.
 struct PreparedClass {
@@ -92,6 +95,11 @@ class MovedRuns {
   std::uint64_t local_;
   std::uint64_t remote_;
 };
+
+bool goes_on(const CopyRun& last, const CopyRun& run) {
+  return last.local_address + last.length == run.local_address &&
+         last.remote_address + last.length == run.remote_address;
+}
 
 Status out_of_range(const PreparedClass& entry, const char* side, std::uint64_t named,
                     std::uint64_t num_blocks) {
@@ -197,7 +205,7 @@ class CopyPlanner::Impl {
     return count * entry.geometry_class.bases.size();
   }
 
-  Status add_overlaps(PreparedClass& entry, const std::vector<Overlap>& overlaps,
+  Status add_overlaps(PreparedClass& entry, std::span<const Overlap> overlaps,
                       std::vector<CopyRun>& runs) {
     items_.clear();
     const SideGeometry& to = entry.geometry().consumer;
@@ -207,12 +215,13 @@ class CopyPlanner::Impl {
     const Shape block = entry.shapes[kBlockShape];
     // The usual case needs no items: each whole block is one run or goes on with the one before.
     const bool direct = entry.whole_blocks && block.axis_count == 0;
-    for (const Overlap& overlap : overlaps) {
+    for (std::size_t i = 0; i < overlaps.size(); ++i) {
+      const Overlap& overlap = overlaps[i];
       const std::uint64_t consumer = overlap.consumer_block * to.block_stride;
       const std::uint64_t producer = overlap.producer_block * from.block_stride;
       if (overlap.tokens == whole) {
         if (direct) {
-          add_run(consumer, producer, block.length, runs);
+          i += add_whole_blocks(entry, overlaps.subspan(i), runs) - 1;
         } else {
           append(entry, {consumer, producer, block.length, kBlockShape});
         }
@@ -227,6 +236,44 @@ class CopyPlanner::Impl {
       items_.clear();
     }
     return spell_items(entry, runs);
+  }
+
+  // Runs of the whole blocks that `overlaps` begins with; at least the first is one. Returns how
+  // many. Most of a plan's time is spent here where blocks are scattered: the last run stays in
+  // registers, and the vector takes many at a time.
+  std::size_t add_whole_blocks(const PreparedClass& entry, std::span<const Overlap> overlaps,
+                               std::vector<CopyRun>& runs) const {
+    const std::uint64_t to_stride = entry.geometry().consumer.block_stride;
+    const std::uint64_t from_stride = entry.geometry().producer.block_stride;
+    const std::uint64_t length = entry.shapes[kBlockShape].length;
+    const std::uint32_t whole = overlaps.front().tokens;
+    const auto run_of = [&](const Overlap& overlap) {
+      const std::uint64_t consumer = overlap.consumer_block * to_stride;
+      const std::uint64_t producer = overlap.producer_block * from_stride;
+      return local_is_producer_ ? CopyRun{producer, consumer, length}
+                                : CopyRun{consumer, producer, length};
+    };
+    add_run(run_of(overlaps.front()), runs);
+    CopyRun last = runs.back();
+    runs.pop_back();
+    std::array<CopyRun, kRunsAtATime> made;  // NOLINT(*-member-init): written before it is read
+    std::size_t count = 0;
+    std::size_t i = 1;
+    for (; i < overlaps.size() && overlaps[i].tokens == whole; ++i) {
+      const CopyRun run = run_of(overlaps[i]);
+      if (goes_on(last, run)) {
+        last.length += length;
+        continue;
+      }
+      made[count++] = last;
+      last = run;
+      if (count < made.size()) continue;
+      runs.insert(runs.end(), made.begin(), made.end());
+      count = 0;
+    }
+    runs.insert(runs.end(), made.begin(), made.begin() + static_cast<std::ptrdiff_t>(count));
+    runs.push_back(last);
+    return i;
   }
 
   // Cuts one member's part of an overlap at the pages of both sides.
@@ -294,20 +341,20 @@ class CopyPlanner::Impl {
     }
   }
 
-  // The last run of one item may go on as the first of the next, whatever their shapes.
   void add_run(std::uint64_t consumer, std::uint64_t producer, std::uint64_t length,
                std::vector<CopyRun>& runs) const {
-    const CopyRun run = local_is_producer_ ? CopyRun{producer, consumer, length}
-                                           : CopyRun{consumer, producer, length};
-    if (runs.size() != section_begin_) {
-      CopyRun& last = runs.back();
-      if (last.local_address + last.length == run.local_address &&
-          last.remote_address + last.length == run.remote_address) {
-        last.length += length;
-        return;
-      }
+    add_run(local_is_producer_ ? CopyRun{producer, consumer, length}
+                               : CopyRun{consumer, producer, length},
+            runs);
+  }
+
+  // The last run of one item may go on as the first of the next, whatever their shapes.
+  void add_run(const CopyRun& run, std::vector<CopyRun>& runs) const {
+    if (runs.size() != section_begin_ && goes_on(runs.back(), run)) {
+      runs.back().length += run.length;
+    } else {
+      runs.push_back(run);
     }
-    runs.push_back(run);
   }
 
   void add_section(const PreparedClass& entry, std::uint32_t runs_begin, PatternPlan& out) const {

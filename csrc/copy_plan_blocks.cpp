@@ -1,33 +1,25 @@
 #include "copy_plan_blocks.h"
 
 #include <algorithm>
-#include <array>
 #include <string>
 
 namespace kvpush {
 namespace {
 
-// Below this many blocks the standard sort beats the counting passes (both took about 6 us at it).
-constexpr std::size_t kRadixFrom = 256;
-// Two passes sort 262,144 block ids, which most pools have no more of; clearing and adding up more
-// counters than that is dearer than a third pass for lists of some thousand.
-constexpr unsigned kRadixBits = 9;
-constexpr std::size_t kRadixBuckets = std::size_t{1} << kRadixBits;
-constexpr unsigned kIdShift = 32;
-
+// One more than the largest id. Signed where that does: SSE2 compares no unsigned numbers.
 std::uint64_t blocks_named(const GroupBlocks& blocks) {
-  BlockId most = 0;
+  std::int32_t most = 0;
+  std::uint32_t all = 0;
   for (const BlockId id : blocks.ids) {
-    most = std::max(most, id + 1U);  // a hole wraps to 0
+    const std::uint32_t named = id + 1U;  // a hole wraps to 0
+    most = std::max(most, static_cast<std::int32_t>(named));
+    all |= named;
   }
-  return most;
-}
-
-std::uint32_t list_place(std::uint64_t entry) {
-  return static_cast<std::uint32_t>(entry);
-}
-BlockId block_id(std::uint64_t entry) {
-  return static_cast<BlockId>(entry >> kIdShift);
+  if (static_cast<std::int32_t>(all) >= 0) return static_cast<std::uint64_t>(most);
+  std::uint32_t largest = 0;
+  for (const BlockId id : blocks.ids)
+    largest = std::max(largest, id + 1U);
+  return largest;
 }
 
 std::uint32_t narrow(std::uint64_t tokens) {
@@ -37,7 +29,7 @@ std::uint32_t narrow(std::uint64_t tokens) {
 }  // namespace
 
 Status BlockMatcher::match(TokenSpan span, const BlockTable& consumer, const BlockTable& producer) {
-  overlaps_.clear();
+  overlap_count_ = 0;
   consumer_named_ = producer_named_ = 0;
   if (key_.consumer_group >= consumer.size() || key_.producer_group >= producer.size()) {
     const bool theirs = key_.consumer_group >= consumer.size();
@@ -53,7 +45,6 @@ Status BlockMatcher::match(TokenSpan span, const BlockTable& consumer, const Blo
   Result<Range> range = needed(span, to);
   if (!range.is_ok()) return range.status();
   if (range.value().begin >= range.value().end) return Status::ok();
-  sort_consumer_blocks(range.value(), to);
   return key_.consumer_tokens_per_block == key_.producer_tokens_per_block
              ? match_equal(range.value(), to, from)
              : match_unequal(range.value(), to, from);
@@ -74,49 +65,13 @@ Result<BlockMatcher::Range> BlockMatcher::needed(TokenSpan span,
   return Range{std::max<std::uint64_t>(span.begin, listed.begin), span.end};
 }
 
-void BlockMatcher::sort_consumer_blocks(Range range, const GroupBlocks& consumer) {
+BlockMatcher::Sorted BlockMatcher::sort_needed(Range range, const GroupBlocks& consumer) {
   const std::uint64_t per_block = key_.consumer_tokens_per_block;
-  const std::uint64_t first = range.begin / per_block - consumer.first_block;
-  const std::uint64_t last = (range.end - 1) / per_block - consumer.first_block;
-  order_.clear();
-  bool rises = true;
-  BlockId previous = 0;
-  BlockId largest = 0;
-  for (std::uint64_t place = first; place <= last; ++place) {
-    const BlockId id = consumer.ids[place];
-    if (id == kNoBlock) continue;
-    rises = rises && id >= previous;
-    previous = id;
-    largest = std::max(largest, id);
-    order_.push_back(std::uint64_t{id} << kIdShift | place);
-  }
-  if (rises) return;
-  if (order_.size() < kRadixFrom) {
-    std::sort(order_.begin(), order_.end());
-  } else {
-    radix_sort(largest);
-  }
-}
-
-void BlockMatcher::radix_sort(BlockId largest) {
-  spare_.resize(order_.size());
-  for (unsigned shift = kIdShift; shift == kIdShift || largest >> (shift - kIdShift) != 0;
-       shift += kRadixBits) {
-    std::array<std::uint32_t, kRadixBuckets> starts{};
-    for (const std::uint64_t entry : order_)
-      ++starts[entry >> shift & (kRadixBuckets - 1)];
-    std::uint32_t start = 0;
-    for (std::uint32_t& slot : starts) {
-      const std::uint32_t count = slot;
-      slot = start;
-      start += count;
-    }
-    for (const std::uint64_t entry : order_) {
-      spare_[starts[entry >> shift & (kRadixBuckets - 1)]++] = entry;
-    }
-    order_.swap(spare_);
-    if (shift + kRadixBits >= 2 * kIdShift) break;
-  }
+  const std::uint64_t first = range.begin / per_block;
+  const std::uint64_t end = (range.end - 1) / per_block + 1;
+  const std::span<const BlockId> ids{consumer.ids};
+  const std::span<const BlockId> listed = ids.subspan(first - consumer.first_block, end - first);
+  return {order_.sort(listed, static_cast<BlockId>(consumer_named_ - 1)), first};
 }
 
 Status BlockMatcher::match_equal(Range range, const GroupBlocks& consumer,
@@ -125,22 +80,25 @@ Status BlockMatcher::match_equal(Range range, const GroupBlocks& consumer,
   // Only the first and the last block of a range can be needed in part.
   const std::uint64_t first_whole = (range.begin + per_block - 1) / per_block;
   const std::uint64_t end_whole = range.end / per_block;
-  for (const std::uint64_t entry : order_) {
-    const std::uint64_t index = consumer.first_block + std::uint64_t{list_place(entry)};
+  const Sorted needed = sort_needed(range, consumer);
+  if (overlaps_.size() < needed.blocks.size()) overlaps_.resize(needed.blocks.size());
+  Overlap* out = overlaps_.data();
+  for (const PlacedBlock& block : needed.blocks) {
+    const std::uint64_t index = needed.first_index + block.place;
     const std::uint64_t place = index - producer.first_block;  // wraps where it is missing
     if (place >= producer.ids.size() || producer.ids[place] == kNoBlock) {
-      overlaps_.clear();
       return missing(index, index);
     }
-    if (index >= first_whole && index < end_whole) {
-      overlaps_.push_back({block_id(entry), producer.ids[place], 0, 0, narrow(per_block)});
-      continue;
+    *out = {block.id, producer.ids[place], 0, 0, narrow(per_block)};
+    if (index < first_whole || index >= end_whole) {
+      const std::uint64_t begin = std::max(index * per_block, range.begin);
+      const std::uint64_t end = std::min((index + 1) * per_block, range.end);
+      out->consumer_token = out->producer_token = narrow(begin - index * per_block);
+      out->tokens = narrow(end - begin);
     }
-    const std::uint64_t begin = std::max(index * per_block, range.begin);
-    const std::uint64_t end = std::min((index + 1) * per_block, range.end);
-    const std::uint32_t token = narrow(begin - index * per_block);
-    overlaps_.push_back({block_id(entry), producer.ids[place], token, token, narrow(end - begin)});
+    ++out;
   }
+  overlap_count_ = needed.blocks.size();
   return Status::ok();
 }
 
@@ -148,22 +106,24 @@ Status BlockMatcher::match_unequal(Range range, const GroupBlocks& consumer,
                                    const GroupBlocks& producer) {
   const std::uint64_t to_size = key_.consumer_tokens_per_block;
   const std::uint64_t from_size = key_.producer_tokens_per_block;
-  for (const std::uint64_t entry : order_) {
-    const std::uint64_t index = consumer.first_block + std::uint64_t{list_place(entry)};
+  const Sorted needed = sort_needed(range, consumer);
+  overlaps_.clear();
+  for (const PlacedBlock& block : needed.blocks) {
+    const std::uint64_t index = needed.first_index + block.place;
     const std::uint64_t block_end = std::min((index + 1) * to_size, range.end);
     std::uint64_t token = std::max(index * to_size, range.begin);
     for (std::uint64_t from = token / from_size; token < block_end; ++from) {
       const std::uint64_t place = from - producer.first_block;
       if (place >= producer.ids.size() || producer.ids[place] == kNoBlock) {
-        overlaps_.clear();
         return missing(from, index);
       }
       const std::uint64_t end = std::min((from + 1) * from_size, block_end);
-      overlaps_.push_back({block_id(entry), producer.ids[place], narrow(token - index * to_size),
+      overlaps_.push_back({block.id, producer.ids[place], narrow(token - index * to_size),
                            narrow(token - from * from_size), narrow(end - token)});
       token = end;
     }
   }
+  overlap_count_ = overlaps_.size();
   return Status::ok();
 }
 

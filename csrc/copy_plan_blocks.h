@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
+#include "copy_plan_order.h"
 #include "status.h"
 #include "types.h"
 
@@ -37,10 +39,10 @@ class BlockMatcher {
   // Fills overlaps(), in rising order of consumer block: of all orders that one keeps together
   // whatever can be merged, since what is adjacent on both sides is adjacent on the consumer's.
   Status match(TokenSpan span, const BlockTable& consumer, const BlockTable& producer);
-  void clear() { overlaps_.clear(); }
+  void clear() { overlap_count_ = 0; }
 
   const GroupPairKey& key() const noexcept { return key_; }
-  const std::vector<Overlap>& overlaps() const noexcept { return overlaps_; }
+  std::span<const Overlap> overlaps() const noexcept { return {overlaps_.data(), overlap_count_}; }
   // One more than the largest id named, holes left out: what num_blocks must reach.
   std::uint64_t consumer_blocks_named() const noexcept { return consumer_named_; }
   std::uint64_t producer_blocks_named() const noexcept { return producer_named_; }
@@ -51,17 +53,20 @@ class BlockMatcher {
     std::uint64_t begin = 0;
     std::uint64_t end = 0;
   };
+  struct Sorted {
+    std::span<const PlacedBlock> blocks;  // of the consumer; places count from
+    std::uint64_t first_index = 0;        // this block of the request
+  };
   Result<Range> needed(TokenSpan span, const GroupBlocks& consumer) const;
-  void sort_consumer_blocks(Range range, const GroupBlocks& consumer);
-  void radix_sort(BlockId largest);
+  Sorted sort_needed(Range range, const GroupBlocks& consumer);
   Status match_equal(Range range, const GroupBlocks& consumer, const GroupBlocks& producer);
   Status match_unequal(Range range, const GroupBlocks& consumer, const GroupBlocks& producer);
   Status missing(std::uint64_t producer_index, std::uint64_t consumer_index) const;
 
   GroupPairKey key_;
-  std::vector<Overlap> overlaps_;
-  std::vector<std::uint64_t> order_;  // consumer block id << 32 | place in its list
-  std::vector<std::uint64_t> spare_;
+  BlockOrder order_;
+  std::vector<Overlap> overlaps_;  // the first overlap_count_ are the result; only grows
+  std::size_t overlap_count_ = 0;
   std::uint64_t consumer_named_ = 0;
   std::uint64_t producer_named_ = 0;
 };

@@ -395,9 +395,15 @@ TEST(CopyPlan, BlockIdsOutOfRangeAreRefusedOnEitherSide) {
   EXPECT_NE(refusal(producer, consumer, {0, 32}, table({1, 7}), table({9, 1}))
                 .find("block id 9 of the consumer is out of range, it has 9"),
             std::string::npos);
-  EXPECT_NE(refusal(producer, consumer, {0, 32}, table({1, kNoBlock - 1}), table({1, 2}))
-                .find("block id 4294967294"),
-            std::string::npos);
+  for (const BlockId id : {0x7FFF'FFFEU, 0x7FFF'FFFFU, 0x8000'0000U, kNoBlock - 1}) {
+    const std::string named = "block id " + std::to_string(id) + " of the ";
+    EXPECT_NE(refusal(producer, consumer, {0, 48}, table({1, id, 2}), table({1, 2, 3}))
+                  .find(named + "producer"),
+              std::string::npos);
+    EXPECT_NE(refusal(producer, consumer, {0, 48}, table({1, 2, 3}), table({1, id, 2}))
+                  .find(named + "consumer"),
+              std::string::npos);
+  }
 }
 
 TEST(CopyPlan, AGroupThatIsNotInTheTableIsRefused) {
@@ -455,19 +461,23 @@ TEST(CopyPlan, StatesAreCopiedWholeWhateverTheSpan) {
   EXPECT_FALSE(planner.plan({4, 6}, short_of_one, to, plan).is_ok());
 }
 
+// Whichever group's blocks go on from the other's: the runs of two layers never join.
 TEST(CopyPlan, EnginesNumberTheirGroupsThemselves) {
   Rank producer = make_rank(kProducerBase, 2, {});
   Rank consumer = make_rank(kConsumerBase, 2, {});
   producer[1].group = 1;
   consumer[0].group = 1;
-  const CopyPlan plan =
-      plan_of(producer, consumer, {0, 16}, {{0, {10}}, {0, {11}}}, {{0, {21}}, {0, {20}}});
   const std::uint64_t block = producer[0].block_stride;
-  ASSERT_EQ(plan.runs.size(), 2U);
-  const CopyRun layer_0{producer[0].base + 10 * block, consumer[0].base + 20 * block, block};
-  const CopyRun layer_1{producer[1].base + 11 * block, consumer[1].base + 21 * block, block};
-  EXPECT_EQ(std::count(plan.runs.begin(), plan.runs.end(), layer_0), 1);
-  EXPECT_EQ(std::count(plan.runs.begin(), plan.runs.end(), layer_1), 1);
+  for (const BlockId id : {10U, 12U}) {  // of layer 0; layer 1 has 11
+    const CopyPlan plan =
+        plan_of(producer, consumer, {0, 16}, {{0, {id}}, {0, {11}}}, {{0, {21}}, {0, {id + 10}}});
+    ASSERT_EQ(plan.runs.size(), 2U);
+    const CopyRun layer_0{producer[0].base + id * block, consumer[0].base + (id + 10) * block,
+                          block};
+    const CopyRun layer_1{producer[1].base + 11 * block, consumer[1].base + 21 * block, block};
+    EXPECT_EQ(std::count(plan.runs.begin(), plan.runs.end(), layer_0), 1);
+    EXPECT_EQ(std::count(plan.runs.begin(), plan.runs.end(), layer_1), 1);
+  }
 }
 
 TEST(CopyPlan, EachPairOfMemoryKindsIsOneBatch) {
