@@ -5,17 +5,17 @@ decode engine, for every region. Three stages, each timed alone:
 
 * plan: stock, its own `_compute_desc_ids` for both sides; kvpush, `CopyPlanner.plan_pattern` called
   from Python. The engine calls it from its native thread ("core"), which takes less.
-* make: stock, `make_prepped_xfer` on lists of all blocks prepared beforehand (the time for that is
-  printed apart), one handle for the whole request; kvpush, from a plan to a handle for every part,
-  which needs nothing beforehand.
+* make: stock, `make_prepped_xfer` on lists of all blocks prepared beforehand, one handle for the
+  whole request; kvpush, from a plan to a handle for every part, from such lists where the planner
+  wants them and from runs elsewhere. What preparing takes is printed apart.
 * post: `transfer`, until all handles are done.
 
 Stock goes through NIXL's Python module, as it does in vLLM. kvpush's make and post are those of the
 engine: Poster and NixlTransport over NIXL's C API, in a C++ program (bench/core/transfers.cpp) that
-is built first and answers this one. It also says how make's time divides, and what the same handles
-would cost from prepared lists. Either side has two agents in one process. After each transfer the
-bytes are compared. Times are the best of several rounds, which take turns: processor time of the
-calling thread for plan and make, which never wait, and elapsed time for post.
+is built first and answers this one. It also says what the same handles would take from runs, step
+by step. Either side has two agents in one process. After each transfer the bytes are compared.
+Times are the best of several rounds, which take turns: processor time of the calling thread for
+plan and make, which never wait, and elapsed time for post.
 
 `python -m bench.desc_prep` (needs vLLM and NIXL; about three minutes). `--quick` leaves NIXL out.
 """
@@ -60,24 +60,24 @@ TABLE_COLUMNS = 150
 DONE_LIMIT_S = 120.0
 
 
-COSTS = ("spell out", "list", "create", "make", "make from prepared lists", "post")
+COSTS = ("spell out", "list", "create", "make from runs", "make", "post")
 
 
 def costs_ns(row: dict[str, Any]) -> dict[str, float | None]:
     """Of a row of the results, by the names in COSTS: nanoseconds for each descriptor.
 
-    `make` is the sum of the three before it: runs to addresses, addresses to NIXL's lists one call
-    each, lists to a handle.
+    `make from runs` is the sum of the three before it: runs to addresses, addresses to NIXL's lists
+    one call each, lists to a handle. `make` is what the engine does.
     """
     ours, runs = row["ours"], row["runs"]
     steps = (
         ours["spell_out"],
         ours["fill_lists"] - ours["spell_out"],
-        ours["make"] - ours["fill_lists"],
+        ours["make_runs"] - ours["fill_lists"],
+        ours["make_runs"],
         ours["make"],
     )
     values: list[float | None] = [1e3 * us / runs for us in steps]
-    values.append(1e3 * ours["prepared"] / row["descriptors"])
     values.append(1e3 * ours["post"] / runs if "post" in ours else None)
     return dict(zip(COSTS, values, strict=True))
 
@@ -278,7 +278,7 @@ class OurWire:
             stdout=subprocess.PIPE,
             text=True,
         )
-        # By prepared lists as the stock connector has them, for the comparison.
+        # What lists of all blocks take, where ids are scattered.
         self.prepared: dict[str, float] = self._ask("prepare")
 
     def _ask(self, line: str) -> Any:
@@ -294,7 +294,7 @@ class OurWire:
     def measure(self, row: Row, producer: Ids, consumer: Ids, rounds: int) -> dict[str, float]:
         """Microseconds by stage."""
         post_rounds = POST_ROUNDS if row.descriptors <= MAX_POSTED else 0
-        words = [row.regions, rounds, post_rounds, self._part, 1, row.blocks]
+        words = [row.regions, rounds, post_rounds, self._part, row.blocks]
         words += [*producer.tolist(), *consumer.tolist()]
         answer: dict[str, float] = self._ask(" ".join(map(str, words)))
         return answer
@@ -370,8 +370,8 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def show_parts(rows: list[Row], console: Console) -> None:
-    """What a descriptor of kvpush's costs, and from prepared lists."""
-    table = Table(title="kvpush, nanoseconds for each descriptor of a plan (prepared: each block)")
+    """What a descriptor of kvpush's costs, from runs step by step and as the engine makes it."""
+    table = Table(title="kvpush, nanoseconds for each descriptor of a plan")
     for name in ("regions", "blocks", "pattern", *COSTS):
         table.add_column(name, justify="left" if name == "pattern" else "right", no_wrap=True)
     for row in rows:
@@ -407,10 +407,12 @@ def main(
             "stock_s": wires.stock.prepare_s,
             **wires.ours.prepared,
         }
+        lists = wires.ours.prepared
         console.print(
-            f"Prepared beforehand by the stock connector: 2 lists of {pieces:,} descriptors, "
-            f"{wires.stock.prepare_s:.1f} s. By kvpush: none; they would take "
-            f"{wires.ours.prepared['seconds']:.1f} s and {wires.ours.prepared['mb']:.0f} MB."
+            f"Prepared beforehand: 2 lists of {pieces:,} descriptors, by the stock connector in "
+            f"{wires.stock.prepare_s:.2f} s. By kvpush, where blocks are scattered: in "
+            f"{lists['seconds']:.2f} s, {lists['longest'] * 1e3:.1f} ms at a time, and "
+            f"{lists['mb']:.0f} MB."
         )
     show(rows, console)
     if wires is not None:

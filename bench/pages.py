@@ -281,31 +281,32 @@ def desc_prep_part(desc_prep: Any) -> str:
 
 
 def make_part(desc_prep: Any) -> str:
-    """What a descriptor costs: ours step by step, from prepared lists, and posted."""
+    """What a descriptor costs: ours from runs step by step, as the engine makes it, and posted."""
     rows = []
     for row in desc_prep["rows"] if desc_prep else ():
         if row["runs"] == row["regions"]:
             continue  # one run for each region: nothing that grows
         costs = costs_ns(row)
-        cells = [f"{ns:,.1f}" if ns is not None else "-" for ns in costs.values()]
-        stock_ns = 1e3 * row["stock"]["make"] / row["descriptors"]
+        cells = ["lists" if row["ours"]["listed"] else "runs"]
+        cells += [f"{ns:,.1f}" if ns is not None else "-" for ns in costs.values()]
+        stock_ns = 1e3 * row["stock"]["make"] / row["runs"]
         post = costs["post"]
         share = f"{costs['make'] / post:.2%}" if costs["make"] and post else "-"
         ids = [str(row["regions"]), f"{row['blocks']:,}", row["pattern"]]
         rows.append([*ids, *cells, f"{stock_ns:.1f}", share])
-    header = ["regions", "blocks", "ids", *COSTS, "stock's make", "make / post"]
+    header = ["regions", "blocks", "ids", "from", *COSTS, "stock's make", "make / post"]
     return _markdown(header, rows)
 
 
 def prepared_part(desc_prep: Any) -> str:
-    """What the lists would take that kvpush does without."""
+    """What preparing lists takes."""
     if not desc_prep:
         return _NOTHING
     took = desc_prep["prepared"]
     return (
-        f"Preparing both lists, {took['descriptors']:,} descriptors in all: "
-        f"{took['seconds']:.1f} s and {took['mb']:,.0f} MB for each peer through the C API, "
-        f"{took['stock_s']:.1f} s as the stock connector does it."
+        f"Preparing lists of {took['descriptors']:,} descriptors for a peer, both sides counted: "
+        f"{took['seconds']:.2f} s and {took['mb']:,.0f} MB, at most {took['longest'] * 1e3:.1f} "
+        f"ms at a time; {took['stock_s']:.2f} s as the stock connector does it."
     )
 
 

@@ -407,9 +407,10 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
                      double peer_timeout_s, double fence_margin_s, double resend_s,
                      double revoke_patience_s, std::uint32_t max_batch_descriptors,
                      std::uint64_t max_batch_bytes, std::uint32_t max_handles_in_flight,
-                     double spin_us, double busy_poll_us, double idle_poll_us,
-                     const std::string& thread_policy, std::uint32_t push_granularity_tokens,
-                     std::uint32_t min_push_tokens, const std::string& mode) {
+                     std::uint64_t max_prepared_blocks, double spin_us, double busy_poll_us,
+                     double idle_poll_us, const std::string& thread_policy,
+                     std::uint32_t push_granularity_tokens, std::uint32_t min_push_tokens,
+                     const std::string& mode) {
   if (session == 0) {
     throw py::value_error("session is 0; it must be a nonzero random number");
   }
@@ -442,6 +443,7 @@ PyConfig make_config(std::string agent_name, Session session, std::string engine
   config.engine.peer_timeout = seconds("peer_timeout_s", peer_timeout_s);
   config.engine.fence_margin = seconds("fence_margin_s", fence_margin_s);
   config.engine.poster = {max_batch_descriptors, max_batch_bytes, max_handles_in_flight};
+  config.engine.max_prepared_blocks = max_prepared_blocks;
   config.loop.spin = seconds("spin_us", spin_us * 1e-6);
   config.loop.busy_poll = seconds("busy_poll_us", busy_poll_us * 1e-6);
   config.loop.idle_poll = seconds("idle_poll_us", idle_poll_us * 1e-6);
@@ -459,9 +461,10 @@ void bind_config(py::module_& m) {
            "grant_ttl_s"_a = 240.0, "retry_grace_s"_a = 5.0, "keepalive_s"_a = 1.0,
            "peer_timeout_s"_a = 10.0, "fence_margin_s"_a = 2.0, "resend_s"_a = 2.0,
            "revoke_patience_s"_a = 20.0, "max_batch_descriptors"_a = 1024,
-           "max_batch_bytes"_a = 32U << 20, "max_handles_in_flight"_a = 64, "spin_us"_a = 50.0,
-           "busy_poll_us"_a = 20.0, "idle_poll_us"_a = 1000.0, "thread_policy"_a = "batch",
-           "push_granularity_tokens"_a = 0, "min_push_tokens"_a = 0, "mode"_a = "push")
+           "max_batch_bytes"_a = 32U << 20, "max_handles_in_flight"_a = 64,
+           "max_prepared_blocks"_a = 8U << 20, "spin_us"_a = 50.0, "busy_poll_us"_a = 20.0,
+           "idle_poll_us"_a = 1000.0, "thread_policy"_a = "batch", "push_granularity_tokens"_a = 0,
+           "min_push_tokens"_a = 0, "mode"_a = "push")
       .def_property_readonly("session", [](const PyConfig& config) { return config.self.session; })
       .def_property_readonly("engine_id",
                              [](const PyConfig& config) { return config.self.engine_id; });
@@ -700,17 +703,18 @@ class PyEngine {
 
   py::dict counters() const {
     const EngineCounters c = thread_.counters();
-    return py::dict("grants_live"_a = c.grants_live, "offers_live"_a = c.offers_live,
-                    "served_live"_a = c.served_live, "handles_in_flight"_a = c.handles_in_flight,
-                    "posts_queued"_a = c.posts_queued, "fences_waiting"_a = c.fences_waiting,
-                    "peers"_a = c.peers, "transfers_received"_a = c.transfers_received,
-                    "transfers_sent"_a = c.transfers_sent,
-                    "transfers_failed"_a = c.transfers_failed, "bytes_written"_a = c.bytes_written,
-                    "descriptors_planned"_a = c.descriptors_planned,
-                    "descriptors_posted"_a = c.descriptors_posted,
-                    "writes_posted"_a = c.writes_posted, "bytes_read"_a = c.bytes_read,
-                    "reads_posted"_a = c.reads_posted, "messages_received"_a = c.messages_received,
-                    "messages_dropped"_a = c.messages_dropped, "peers_lost"_a = c.peers_lost);
+    return py::dict(
+        "grants_live"_a = c.grants_live, "offers_live"_a = c.offers_live,
+        "served_live"_a = c.served_live, "handles_in_flight"_a = c.handles_in_flight,
+        "posts_queued"_a = c.posts_queued, "fences_waiting"_a = c.fences_waiting,
+        "peers"_a = c.peers, "prepared_blocks"_a = c.prepared_blocks,
+        "transfers_received"_a = c.transfers_received, "transfers_sent"_a = c.transfers_sent,
+        "transfers_failed"_a = c.transfers_failed, "bytes_written"_a = c.bytes_written,
+        "descriptors_planned"_a = c.descriptors_planned,
+        "descriptors_posted"_a = c.descriptors_posted, "writes_posted"_a = c.writes_posted,
+        "bytes_read"_a = c.bytes_read, "reads_posted"_a = c.reads_posted,
+        "posted_from_lists"_a = c.posted_from_lists, "messages_received"_a = c.messages_received,
+        "messages_dropped"_a = c.messages_dropped, "peers_lost"_a = c.peers_lost);
   }
 
   void shutdown(double drain_s) {

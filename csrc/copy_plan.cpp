@@ -32,6 +32,19 @@ constexpr std::uint32_t kBlockShape = 0;
 constexpr std::uint32_t kKeysAndValues = 2;
 constexpr std::size_t kRunsAtATime = 64;
 
+// More blocks than this in a run of the usual length, and telling the transport runs is quicker
+// than telling it the index of each block (python -m bench desc_prep).
+constexpr std::uint64_t kMaxBlocksPerRun = 4;
+// A base whose blocks alone are this many times what lists may have does without.
+constexpr std::uint64_t kMaxOversize = 4;
+
+// Some bases of a class, and the transport's lists of all their blocks; 0: there are none (yet).
+struct ListsPiece {
+  std::uint32_t bases_begin = 0;
+  std::uint32_t bases_end = 0;
+  ListsId lists = 0;
+};
+
 // A class, and what is worked out for it once.
 struct PreparedClass {
   GeometryClass geometry_class;
@@ -40,6 +53,9 @@ struct PreparedClass {
   bool whole_blocks = false;  // shapes[kBlockShape] is that of a whole block
   // For each of the class's geometries: by tokens within a page; kNoShape: not made yet.
   std::vector<std::vector<std::uint32_t>> shape_of_tokens;
+  // The class's bases, in pieces that have lists of their own. Empty until they are of use.
+  std::vector<ListsPiece> pieces;
+  std::size_t pieces_tried = 0;
 
   const PairGeometry& geometry() const noexcept { return geometry_class.geometry(); }
 
@@ -50,6 +66,20 @@ struct PreparedClass {
       shapes.push_back(geometry_class.geometries[geometry].page_shape(tokens));
     }
     return known;
+  }
+
+  // The usual case: each whole block is one run, or goes on with the one before.
+  bool copies_whole_blocks() const { return whole_blocks && shapes[kBlockShape].axis_count == 0; }
+
+  std::uint64_t blocks_per_base() const {
+    return std::max(geometry().consumer.num_blocks, geometry().producer.num_blocks);
+  }
+  // How many bases may share their lists; 0: not even one can have any.
+  std::uint64_t bases_per_piece(const ListsRule& rule) const {
+    const std::uint64_t blocks = blocks_per_base();
+    if (blocks == 0 || blocks > rule.max_blocks * kMaxOversize) return 0;
+    return std::min<std::uint64_t>(std::max<std::uint64_t>(rule.max_blocks / blocks, 1),
+                                   geometry_class.bases.size());
   }
 
   void trim_shapes() {
@@ -95,6 +125,10 @@ class MovedRuns {
   std::uint64_t local_;
   std::uint64_t remote_;
 };
+
+std::uint32_t narrow(std::uint64_t value) {
+  return static_cast<std::uint32_t>(value);
+}
 
 bool goes_on(const CopyRun& last, const CopyRun& run) {
   return last.local_address + last.length == run.local_address &&
@@ -169,6 +203,30 @@ class CopyPlanner::Impl {
   // Scratch for plans that are spelled out at once.
   PatternPlan& spare() noexcept { return spare_; }
 
+  void set_lists_rule(const ListsRule& rule) { lists_rule_ = rule; }
+  bool wants_lists() const noexcept { return pieces_untried_ != 0; }
+
+  const BlockGrid* wanted_grid() {
+    for (wanting_ = 0; wanting_ < classes_.size(); ++wanting_) {
+      const PreparedClass& entry = classes_[wanting_];
+      if (entry.pieces_tried == entry.pieces.size()) continue;
+      wanted_ = grid_of(entry, entry.pieces[entry.pieces_tried]);
+      return &wanted_;
+    }
+    return nullptr;
+  }
+
+  void set_lists(ListsId lists) {
+    KVPUSH_CHECK(wanting_ < classes_.size(), "lists of a grid that was asked for");
+    PreparedClass& entry = classes_[wanting_];
+    entry.pieces[entry.pieces_tried].lists = lists;
+    // Where one can't be had, the next could not either.
+    const std::size_t tried = lists == 0 ? entry.pieces.size() - entry.pieces_tried : 1;
+    entry.pieces_tried += tried;
+    pieces_untried_ -= tried;
+    wanting_ = classes_.size();
+  }
+
  private:
   Status plan_class(PreparedClass& entry, PatternPlan& out) {
     const BlockMatcher& matcher = matchers_[entry.matcher];
@@ -188,7 +246,7 @@ class CopyPlanner::Impl {
     if (Status status = add_overlaps(entry, matcher.overlaps(), out.runs); !status.is_ok()) {
       return status;
     }
-    add_section(entry, begin, out);
+    add_sections(entry, begin, matcher.overlaps().size(), out);
     out.descriptors_before += matcher.overlaps().size() * descriptors_per_overlap(entry);
     if (out.total_runs > kMaxRuns) return too_many_runs(out.total_runs);
     return Status::ok();
@@ -213,8 +271,7 @@ class CopyPlanner::Impl {
     // No overlap is as large as this where blocks can't be taken whole.
     const std::uint32_t whole = entry.whole_blocks ? to.tokens_per_block : kNoShape;
     const Shape block = entry.shapes[kBlockShape];
-    // The usual case needs no items: each whole block is one run or goes on with the one before.
-    const bool direct = entry.whole_blocks && block.axis_count == 0;
+    const bool direct = entry.copies_whole_blocks();  // these need no items
     for (std::size_t i = 0; i < overlaps.size(); ++i) {
       const Overlap& overlap = overlaps[i];
       const std::uint64_t consumer = overlap.consumer_block * to.block_stride;
@@ -357,31 +414,107 @@ class CopyPlanner::Impl {
     }
   }
 
-  void add_section(const PreparedClass& entry, std::uint32_t runs_begin, PatternPlan& out) const {
+  // Whether prepared lists are the quicker way to tell the transport what to copy.
+  bool is_scattered(const PreparedClass& entry, std::uint64_t runs, std::uint64_t blocks) const {
+    return entry.copies_whole_blocks() && blocks <= runs * kMaxBlocksPerRun &&
+           runs * entry.bases_per_piece(lists_rule_) >= lists_rule_.min_descriptors;
+  }
+
+  // The runs from `runs_begin` on, at each of the class's bases.
+  void add_sections(PreparedClass& entry, std::uint32_t runs_begin, std::uint64_t blocks,
+                    PatternPlan& out) {
+    const std::vector<Base>& bases = entry.geometry_class.bases;
+    const PatternPlan::Section section = section_of(entry, runs_begin, out);
+    const std::size_t first_base = out.bases.size();
+    for (const Base& base : bases) {
+      out.bases.push_back({local_is_producer_ ? base.producer : base.consumer,
+                           local_is_producer_ ? base.consumer : base.producer});
+    }
+    const std::uint64_t runs = section.runs_end - runs_begin;
+    std::uint64_t bytes = 0;
+    for (std::size_t i = runs_begin; i < out.runs.size(); ++i)
+      bytes += out.runs[i].length;
+    out.bytes += bytes * bases.size();
+    out.total_runs += runs * bases.size();
+    if (is_scattered(entry, runs, blocks)) {
+      if (entry.pieces.empty()) cut_pieces(entry);
+      if (has_lists(entry)) return add_pieces(entry, section, first_base, out);
+    }
+    add_section(section, first_base, out.bases.size(), 0, out);
+  }
+
+  PatternPlan::Section section_of(const PreparedClass& entry, std::uint32_t runs_begin,
+                                  const PatternPlan& out) const {
     const PairGeometry& geometry = entry.geometry();
     PatternPlan::Section section;
     section.local_kind = geometry.producer_memory;
     section.local_device = geometry.producer_device;
     section.remote_kind = geometry.consumer_memory;
     section.remote_device = geometry.consumer_device;
+    section.block_bytes = entry.copies_whole_blocks() ? entry.shapes[kBlockShape].length : 0;
+    section.local_stride = geometry.producer.block_stride;
+    section.remote_stride = geometry.consumer.block_stride;
+    section.local_num_blocks = narrow(geometry.producer.num_blocks);
+    section.remote_num_blocks = narrow(geometry.consumer.num_blocks);
     if (!local_is_producer_) {
       std::swap(section.local_kind, section.remote_kind);
       std::swap(section.local_device, section.remote_device);
+      std::swap(section.local_stride, section.remote_stride);
+      std::swap(section.local_num_blocks, section.remote_num_blocks);
     }
     section.runs_begin = runs_begin;
-    section.runs_end = static_cast<std::uint32_t>(out.runs.size());
-    section.bases_begin = static_cast<std::uint32_t>(out.bases.size());
-    for (const Base& base : entry.geometry_class.bases) {
-      out.bases.push_back({local_is_producer_ ? base.producer : base.consumer,
-                           local_is_producer_ ? base.consumer : base.producer});
-    }
-    section.bases_end = static_cast<std::uint32_t>(out.bases.size());
-    std::uint64_t bytes = 0;
-    for (std::size_t i = runs_begin; i < out.runs.size(); ++i)
-      bytes += out.runs[i].length;
-    out.bytes += bytes * entry.geometry_class.bases.size();
-    out.total_runs += section.total_runs();
+    section.runs_end = narrow(out.runs.size());
+    return section;
+  }
+
+  static void add_section(PatternPlan::Section section, std::size_t bases_begin,
+                          std::size_t bases_end, ListsId lists, PatternPlan& out) {
+    section.bases_begin = narrow(bases_begin);
+    section.bases_end = narrow(bases_end);
+    section.lists = lists;
     out.sections.push_back(section);
+  }
+
+  static void add_pieces(const PreparedClass& entry, const PatternPlan::Section& section,
+                         std::size_t first_base, PatternPlan& out) {
+    for (const ListsPiece& piece : entry.pieces) {
+      add_section(section, first_base + piece.bases_begin, first_base + piece.bases_end,
+                  piece.lists, out);
+    }
+  }
+
+  static bool has_lists(const PreparedClass& entry) {
+    return std::ranges::any_of(entry.pieces, [](const ListsPiece& p) { return p.lists != 0; });
+  }
+
+  void cut_pieces(PreparedClass& entry) {
+    const auto bases = narrow(entry.geometry_class.bases.size());
+    const auto step = narrow(entry.bases_per_piece(lists_rule_));
+    for (std::uint32_t begin = 0; begin < bases; begin += step)
+      entry.pieces.push_back({begin, std::min(begin + step, bases), 0});
+    pieces_untried_ += entry.pieces.size();
+  }
+
+  BlockGrid grid_of(const PreparedClass& entry, const ListsPiece& piece) const {
+    const PairGeometry& geometry = entry.geometry();
+    BlockGrid grid;
+    grid.block_bytes = entry.shapes[kBlockShape].length;
+    grid.local = {geometry.producer_memory,
+                  geometry.producer_device,
+                  geometry.producer.block_stride,
+                  narrow(geometry.producer.num_blocks),
+                  {}};
+    grid.remote = {geometry.consumer_memory,
+                   geometry.consumer_device,
+                   geometry.consumer.block_stride,
+                   narrow(geometry.consumer.num_blocks),
+                   {}};
+    for (std::uint32_t i = piece.bases_begin; i < piece.bases_end; ++i) {
+      grid.local.bases.push_back(entry.geometry_class.bases[i].producer);
+      grid.remote.bases.push_back(entry.geometry_class.bases[i].consumer);
+    }
+    if (!local_is_producer_) std::swap(grid.local, grid.remote);
+    return grid;
   }
 
   bool local_is_producer_;
@@ -390,6 +523,10 @@ class CopyPlanner::Impl {
   std::vector<Item> items_;        // scratch
   std::size_t section_begin_ = 0;  // of the runs that are being made
   PatternPlan spare_;              // scratch
+  ListsRule lists_rule_;
+  BlockGrid wanted_;
+  std::size_t wanting_ = 0;  // the class whose next piece it is of
+  std::size_t pieces_untried_ = 0;
 };
 
 namespace {
@@ -446,6 +583,22 @@ Status CopyPlanner::plan_pattern(TokenSpan span, const BlockTable& local_blocks,
   Status status = impl_->plan(span, local_blocks, remote_blocks, states, out);
   if (!status.is_ok()) out.clear();
   return status;
+}
+
+void CopyPlanner::set_lists_rule(const ListsRule& rule) {
+  impl_->set_lists_rule(rule);
+}
+
+bool CopyPlanner::wants_lists() const {
+  return impl_->wants_lists();
+}
+
+const BlockGrid* CopyPlanner::wanted_grid() {
+  return impl_->wanted_grid();
+}
+
+void CopyPlanner::set_lists(ListsId lists) {
+  impl_->set_lists(lists);
 }
 
 Status CopyPlanner::plan(TokenSpan span, const BlockTable& local_blocks,

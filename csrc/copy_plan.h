@@ -90,6 +90,14 @@ struct PatternPlan {
     std::uint32_t runs_end = 0;
     std::uint32_t bases_begin = 0;  // each of bases [bases_begin, bases_end)
     std::uint32_t bases_end = 0;
+    // Where the transport has lists of the section's blocks (BlockGrid), of which its bases are the
+    // first: what tells a run's blocks. Runs that are not whole blocks may be among the others.
+    ListsId lists = 0;
+    std::uint64_t block_bytes = 0;
+    std::uint64_t local_stride = 0;
+    std::uint64_t remote_stride = 0;
+    std::uint32_t local_num_blocks = 0;
+    std::uint32_t remote_num_blocks = 0;
 
     std::uint64_t total_runs() const noexcept {
       return std::uint64_t{runs_end - runs_begin} * (bases_end - bases_begin);
@@ -120,6 +128,15 @@ constexpr std::uint64_t kMaxRuns = std::uint64_t{1} << 24;
 // early part of the tokens leaves them out.
 enum class StateRegions : std::uint8_t { kCopied = 0, kLeftOut = 1 };
 
+// When a transport's lists of all blocks are worth having, and how large each may be.
+struct ListsRule {
+  // Plans of fewer descriptors for each list are quick as they are.
+  std::uint32_t min_descriptors = 256;
+  // Of one side's list, if more than one base has them. Preparing takes some 15 ns a block, and
+  // nothing else is done meanwhile. At most 2^28: indices are ints.
+  std::uint32_t max_blocks = 131'072;
+};
+
 // Plans copies between this rank and one peer. Built once per peer, when the two meet.
 // Thread: any one at a time (it holds scratch memory).
 class CopyPlanner {
@@ -148,6 +165,16 @@ class CopyPlanner {
                       StateRegions states = StateRegions::kCopied);
 
   const std::vector<RegionPair>& pairs() const noexcept { return pairs_; }
+
+  // Prepared lists (Transport::prepare_lists()). A plan names them where its blocks are scattered
+  // and there are lists of them. The rule is set before the first plan.
+  void set_lists_rule(const ListsRule& rule);
+  // Whether plans so far would have had use for lists that nobody has tried to prepare.
+  bool wants_lists() const;
+  // The next grid of those; null: none.
+  const BlockGrid* wanted_grid();
+  // What came of wanted_grid(): its lists, or 0 where they can't be had.
+  void set_lists(ListsId lists);
 
  private:
   class Impl;

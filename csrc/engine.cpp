@@ -94,6 +94,7 @@ Status Engine::greet(PeerTarget& target) {
   if (config_.pull) {
     peer->reader =
         std::make_unique<CopyPlanner>(self_.regions, peer->info.regions, target.pairs, false);
+    peer->reader->set_lists_rule(config_.lists);
   }
   send(session, peer->hello);
   return Status::ok();
@@ -484,6 +485,7 @@ Status Engine::admit(const PeerInfo& info, HelloMessage& message, std::uint64_t 
   peer.their_meeting = meeting;
   peer.planner =
       std::make_unique<CopyPlanner>(self_.regions, info.regions, std::move(message.pairs), true);
+  peer.planner->set_lists_rule(config_.lists);
   return Status::ok();
 }
 
@@ -573,6 +575,7 @@ Status Engine::add_copy(Poster& poster, CopyPlanner& planner, const BlockTable& 
   if (planned.is_ok()) {
     job.plan_ns = clock_.now() - begin;
     totals_.descriptors_planned += job.plan.descriptors_before;
+    if (planner.wants_lists()) wanting_lists_.insert(job.to);
     poster.add(std::move(job));
   }
   return planned;
@@ -626,6 +629,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   const TimeNs fence =
       writes_no_more ? now : found->second.last_sent + config_.peer_timeout + config_.fence_margin;
   transport_.remove_peer(found->second.name);
+  prepared_blocks_ -= found->second.prepared_blocks;
   peers_.erase(found);
   ++totals_.peers_lost;
   events_.emplace_back(PeerLostEvent{session, why});
@@ -742,6 +746,36 @@ void Engine::tick_timers() {
   run_actions();
 }
 
+// Prepares one of the lists that plans could have used, if any.
+bool Engine::prepare_lists() {
+  while (!wanting_lists_.empty()) {
+    const auto peer = peers_.find(*wanting_lists_.begin());
+    if (peer != peers_.end()) {
+      if (prepare_lists(peer->second, peer->second.planner.get())) return true;
+      if (prepare_lists(peer->second, peer->second.reader.get())) return true;
+    }
+    wanting_lists_.erase(wanting_lists_.begin());
+  }
+  return false;
+}
+
+bool Engine::prepare_lists(Peer& peer, CopyPlanner* planner) {
+  const BlockGrid* grid = planner != nullptr ? planner->wanted_grid() : nullptr;
+  if (grid == nullptr) return false;
+  const std::uint64_t blocks = grid->local.size() + grid->remote.size();
+  if (blocks > config_.max_prepared_blocks - prepared_blocks_) {
+    planner->set_lists(0);
+    return true;
+  }
+  const Result<ListsId> lists = transport_.prepare_lists(peer.name, *grid);
+  if (lists.is_ok()) {
+    peer.prepared_blocks += blocks;
+    prepared_blocks_ += blocks;
+  }
+  planner->set_lists(lists.is_ok() ? lists.value() : 0);
+  return true;
+}
+
 Activity Engine::tick() {
   bool progress = receive();
   progress = open_fences() || progress;
@@ -752,6 +786,9 @@ Activity Engine::tick() {
     settle_rewinds();
   }
   if (progress || poster_.queued() != 0 || reader_.queued() != 0) {
+    return Activity::kBusy;
+  }
+  if (prepare_lists()) {  // nobody is kept waiting
     return Activity::kBusy;
   }
   // A grant without its offer waits for our own prefill: its command will wake the thread.
@@ -778,6 +815,8 @@ EngineCounters Engine::counters() const {
   counters.writes_posted = poster_.handles_posted();
   counters.bytes_read = reader_.bytes_posted();
   counters.reads_posted = reader_.handles_posted();
+  counters.posted_from_lists = poster_.posted_from_lists() + reader_.posted_from_lists();
+  counters.prepared_blocks = prepared_blocks_;
   return counters;
 }
 

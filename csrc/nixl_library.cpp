@@ -58,12 +58,14 @@ void resolve_objects(Resolver& resolve, NixlFunctions& f) {
   resolve("nixl_capi_opt_args_add_backend", f.opt_args_add_backend);
   resolve("nixl_capi_opt_args_set_has_notif", f.opt_args_set_has_notif);
   resolve("nixl_capi_opt_args_set_notif_msg", f.opt_args_set_notif_msg);
+  resolve("nixl_capi_opt_args_set_skip_desc_merge", f.opt_args_set_skip_desc_merge);
   resolve("nixl_capi_create_reg_dlist", f.create_reg_dlist);
   resolve("nixl_capi_reg_dlist_add_desc", f.reg_dlist_add_desc);
   resolve("nixl_capi_destroy_reg_dlist", f.destroy_reg_dlist);
   resolve("nixl_capi_create_xfer_dlist", f.create_xfer_dlist);
   resolve("nixl_capi_xfer_dlist_add_desc", f.xfer_dlist_add_desc);
   resolve("nixl_capi_xfer_dlist_clear", f.xfer_dlist_clear);
+  resolve("nixl_capi_xfer_dlist_resize", f.xfer_dlist_resize);
   resolve("nixl_capi_destroy_xfer_dlist", f.destroy_xfer_dlist);
   resolve("nixl_capi_create_notif_map", f.create_notif_map);
   resolve("nixl_capi_destroy_notif_map", f.destroy_notif_map);
@@ -76,6 +78,9 @@ void resolve_operations(Resolver& resolve, NixlFunctions& f) {
   resolve("nixl_capi_load_remote_md", f.load_remote_md);
   resolve("nixl_capi_check_remote_md", f.check_remote_md);
   resolve("nixl_capi_invalidate_remote_md", f.invalidate_remote_md);
+  resolve("nixl_capi_prep_xfer_dlist", f.prep_xfer_dlist);
+  resolve("nixl_capi_release_xfer_dlist_handle", f.release_xfer_dlist_handle);
+  resolve("nixl_capi_make_xfer_req", f.make_xfer_req);
   resolve("nixl_capi_create_xfer_req", f.create_xfer_req);
   resolve("nixl_capi_post_xfer_req", f.post_xfer_req);
   resolve("nixl_capi_get_xfer_status", f.get_xfer_status);

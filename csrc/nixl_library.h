@@ -23,6 +23,7 @@ struct NixlParams;
 struct NixlOptArgs;
 struct NixlRegList;
 struct NixlXferList;
+struct NixlPreparedList;
 struct NixlXferRequest;
 struct NixlNotifMap;
 
@@ -70,6 +71,7 @@ struct NixlFunctions {
   NixlStatus (*opt_args_add_backend)(NixlOptArgs* args, NixlBackend* backend);
   NixlStatus (*opt_args_set_has_notif)(NixlOptArgs* args, bool has_notif);
   NixlStatus (*opt_args_set_notif_msg)(NixlOptArgs* args, const void* data, std::size_t length);
+  NixlStatus (*opt_args_set_skip_desc_merge)(NixlOptArgs* args, bool skip);
 
   NixlStatus (*create_reg_dlist)(NixlMemory memory, NixlRegList** list);
   NixlStatus (*reg_dlist_add_desc)(NixlRegList* list, std::uintptr_t address, std::size_t length,
@@ -89,7 +91,18 @@ struct NixlFunctions {
   NixlStatus (*xfer_dlist_add_desc)(NixlXferList* list, std::uintptr_t address, std::size_t length,
                                     std::uint64_t device);
   NixlStatus (*xfer_dlist_clear)(NixlXferList* list);
+  NixlStatus (*xfer_dlist_resize)(NixlXferList* list, std::size_t size);
   NixlStatus (*destroy_xfer_dlist)(NixlXferList* list);
+
+  // `agent_name` is empty for this side's memory.
+  NixlStatus (*prep_xfer_dlist)(NixlAgent* agent, const char* agent_name, NixlXferList* list,
+                                NixlPreparedList** prepared, NixlOptArgs* args);
+  NixlStatus (*release_xfer_dlist_handle)(NixlAgent* agent, NixlPreparedList* prepared);
+  NixlStatus (*make_xfer_req)(NixlAgent* agent, NixlOperation operation, NixlPreparedList* local,
+                              const int* local_indices, std::size_t local_count,
+                              NixlPreparedList* remote, const int* remote_indices,
+                              std::size_t remote_count, NixlXferRequest** request,
+                              NixlOptArgs* args);
 
   NixlStatus (*create_xfer_req)(NixlAgent* agent, NixlOperation operation, NixlXferList* local,
                                 NixlXferList* remote, const char* remote_agent,

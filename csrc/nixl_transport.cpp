@@ -10,10 +10,6 @@
 namespace kvpush {
 namespace {
 
-NixlMemory nixl_memory(MemoryKind kind) noexcept {
-  return kind == MemoryKind::kDevice ? NixlMemory::kVram : NixlMemory::kDram;
-}
-
 std::string hex(std::uint64_t value) {
   char text[2 + 16 + 1];
   std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
@@ -141,7 +137,7 @@ Status NixlTransport::create_reusables() {
   if (status == kNixlSuccess) status = nixl_->opt_args_set_has_notif(notify_args_, true);
   if (status == kNixlSuccess) status = nixl_->create_notif_map(&notifications_);
   for (const NixlMemory memory : {NixlMemory::kDram, NixlMemory::kVram}) {
-    DescriptorLists& lists = lists_[static_cast<std::size_t>(memory)];
+    NixlLists::Scratch& lists = lists_[static_cast<std::size_t>(memory)];
     if (status == kNixlSuccess) status = nixl_->create_xfer_dlist(memory, &lists.local);
     if (status == kNixlSuccess) status = nixl_->create_xfer_dlist(memory, &lists.remote);
   }
@@ -149,7 +145,7 @@ Status NixlTransport::create_reusables() {
 }
 
 void NixlTransport::destroy_reusables() {
-  for (DescriptorLists& lists : lists_) {
+  for (NixlLists::Scratch& lists : lists_) {
     if (lists.local != nullptr) nixl_->destroy_xfer_dlist(lists.local);
     if (lists.remote != nullptr) nixl_->destroy_xfer_dlist(lists.remote);
   }
@@ -175,8 +171,10 @@ NixlTransport::~NixlTransport() {
     return;
   }
   if (agent_ != nullptr) {
-    for (const auto& [name, peer] : peers_)
+    for (auto& [name, peer] : peers_) {
+      peer.lists.clear();
       nixl_->invalidate_remote_md(agent_, name.c_str());
+    }
   }
   destroy_reusables();
   if (agent_ != nullptr) nixl_->destroy_agent(agent_);
@@ -292,6 +290,7 @@ void NixlTransport::remove_peer(const std::string& peer_name) {
 
 void NixlTransport::forget_peer(const std::string& peer_name) {
   const std::string name = peer_name;  // the argument may live in what is erased
+  peers_.at(name).lists.clear();       // they point into what NIXL knows of the peer
   nixl_->invalidate_remote_md(agent_, name.c_str());
   peers_.erase(name);
 }
@@ -364,7 +363,12 @@ Status NixlTransport::poll_notifications(std::vector<Notification>& out) {
 
 // ---- handles ---------------------------------------------------------------------------------
 
-Status NixlTransport::fill_lists(const CopyBatch& batch, const DescriptorLists& lists) {
+NixlLists::Scratch NixlTransport::lists_for(MemoryKind local, MemoryKind remote) const {
+  return {lists_[static_cast<std::size_t>(nixl_memory(local))].local,
+          lists_[static_cast<std::size_t>(nixl_memory(remote))].remote};
+}
+
+Status NixlTransport::fill_lists(const CopyBatch& batch, const NixlLists::Scratch& lists) {
   NixlStatus status = nixl_->xfer_dlist_clear(lists.local);
   if (status == kNixlSuccess) status = nixl_->xfer_dlist_clear(lists.remote);
   for (const CopyRun& run : batch.runs) {
@@ -382,11 +386,6 @@ Status NixlTransport::fill_lists(const CopyBatch& batch, const DescriptorLists& 
 Result<NixlXferRequest*> NixlTransport::create_request(CopyDirection direction,
                                                        const std::string& peer_name,
                                                        const CopyBatch& batch, BytesView payload) {
-  const DescriptorLists lists{
-      lists_[static_cast<std::size_t>(nixl_memory(batch.local_kind))].local,
-      lists_[static_cast<std::size_t>(nixl_memory(batch.remote_kind))].remote};
-  if (Status status = fill_lists(batch, lists); !status.is_ok()) return status;
-
   NixlOptArgs* args = plain_args_;
   if (!payload.empty()) {
     args = notify_args_;
@@ -395,6 +394,16 @@ Result<NixlXferRequest*> NixlTransport::create_request(CopyDirection direction,
   }
   const NixlOperation operation =
       direction == CopyDirection::kWrite ? NixlOperation::kWrite : NixlOperation::kRead;
+  return batch.lists == 0 ? create_from_runs(operation, peer_name, batch, args)
+                          : create_from_lists(operation, peer_name, batch, args);
+}
+
+Result<NixlXferRequest*> NixlTransport::create_from_runs(NixlOperation operation,
+                                                         const std::string& peer_name,
+                                                         const CopyBatch& batch,
+                                                         NixlOptArgs* args) {
+  const NixlLists::Scratch lists = lists_for(batch.local_kind, batch.remote_kind);
+  if (Status status = fill_lists(batch, lists); !status.is_ok()) return status;
   NixlXferRequest* request = nullptr;
   const NixlStatus status = nixl_->create_xfer_req(agent_, operation, lists.local, lists.remote,
                                                    peer_name.c_str(), &request, args);
@@ -405,21 +414,56 @@ Result<NixlXferRequest*> NixlTransport::create_request(CopyDirection direction,
                     status);
 }
 
+Result<NixlXferRequest*> NixlTransport::create_from_lists(NixlOperation operation,
+                                                          const std::string& peer_name,
+                                                          const CopyBatch& batch,
+                                                          NixlOptArgs* args) {
+  const std::map<ListsId, NixlLists>& prepared = peers_.at(peer_name).lists;
+  const auto found = prepared.find(batch.lists);
+  if (found == prepared.end()) {
+    return Status::error("cannot post blocks of lists " + std::to_string(batch.lists) +
+                         ", which peer '" + peer_name + "' does not have");
+  }
+  NixlXferRequest* request = nullptr;
+  const NixlStatus status = found->second.make_request(operation, batch, args, &request);
+  if (status == kNixlSuccess) return request;
+  return nixl_error("cannot prepare a transfer of " + std::to_string(batch.local_blocks.size()) +
+                        " listed blocks with peer '" + peer_name + "'",
+                    status);
+}
+
+Result<ListsId> NixlTransport::prepare_lists(const std::string& peer_name, const BlockGrid& grid) {
+  const auto found = peers_.find(peer_name);
+  if (found == peers_.end() || found->second.leaving) {
+    return Status::error("cannot prepare lists for '" + peer_name + "': no such peer is connected");
+  }
+  Result<NixlLists> lists = NixlLists::prepare(nixl_, agent_, plain_args_, peer_name, grid,
+                                               lists_for(grid.local.kind, grid.remote.kind));
+  if (!lists.is_ok()) return lists.status();
+  found->second.lists.emplace(next_lists_, std::move(lists.value()));
+  return next_lists_++;
+}
+
+bool NixlTransport::has_lists(const std::string& peer_name, ListsId lists) const {
+  const auto found = peers_.find(peer_name);
+  return lists != 0 && found != peers_.end() && found->second.lists.contains(lists);
+}
+
 Result<HandleId> NixlTransport::post(CopyDirection direction, const std::string& peer_name,
                                      const CopyBatch& batch, BytesView payload) {
   const auto found = peers_.find(peer_name);
   if (found == peers_.end() || found->second.leaving) {
     return Status::error("cannot post to '" + peer_name + "': no such peer is connected");
   }
-  if (batch.runs.empty()) return Status::error("cannot post a batch without runs");
+  if (batch.runs.empty() && batch.lists == 0) {
+    return Status::error("cannot post a batch without runs");
+  }
   const Result<NixlXferRequest*> created = create_request(direction, peer_name, batch, payload);
   if (!created.is_ok()) return created.status();
 
   const NixlStatus status = nixl_->post_xfer_req(agent_, created.value(), nullptr);
   if (status != kNixlSuccess && status != kNixlInProgress) {
-    Status error = nixl_error("cannot post a transfer of " + std::to_string(batch.runs.size()) +
-                                  " runs with peer '" + peer_name + "'",
-                              status);
+    Status error = nixl_error("cannot post a transfer with peer '" + peer_name + "'", status);
     destroy_request(created.value());
     drop_peer(peer_name);
     return error;
@@ -474,7 +518,10 @@ void NixlTransport::release(HandleId id) {
 }
 
 Transport::Counts NixlTransport::counts() const {
-  return {handles_.size(), peers_.size()};
+  Counts counts{handles_.size(), peers_.size(), 0};
+  for (const auto& [name, peer] : peers_)
+    counts.lists += peer.lists.size();
+  return counts;
 }
 
 }  // namespace kvpush

@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "nixl_library.h"
+#include "nixl_lists.h"
 #include "transport.h"
 
 namespace kvpush {
@@ -70,6 +71,8 @@ class NixlTransport final : public Transport {
   Status notify(const std::string& peer_name, BytesView payload) override;
   Status poll_notifications(std::vector<Notification>& out) override;
 
+  Result<ListsId> prepare_lists(const std::string& peer_name, const BlockGrid& grid) override;
+  bool has_lists(const std::string& peer_name, ListsId lists) const override;
   Result<HandleId> post(CopyDirection direction, const std::string& peer_name,
                         const CopyBatch& batch, BytesView payload) override;
   HandleState poll(HandleId handle) override;
@@ -86,18 +89,13 @@ class NixlTransport final : public Transport {
     Bytes metadata;               // as passed to add_peer()
     std::uint32_t in_flight = 0;  // handles that have not ended
     bool leaving = false;         // removed; waits for its handles
+    std::map<ListsId, NixlLists> lists;
   };
   struct Handle {
     NixlXferRequest* request = nullptr;  // owned
     std::string peer_name;
     HandleState state = HandleState::kInProgress;
   };
-  // Descriptor lists for one memory kind, kept from call to call for their capacity.
-  struct DescriptorLists {
-    NixlXferList* local = nullptr;
-    NixlXferList* remote = nullptr;
-  };
-
   NixlTransport(std::shared_ptr<const NixlLibrary> library, NixlTransportOptions options)
       : nixl_(*library), library_(std::move(library)), options_(std::move(options)) {}
   Status start();
@@ -106,9 +104,14 @@ class NixlTransport final : public Transport {
   void destroy_reusables();
 
   Status register_range(const MemoryRange& range);
-  Status fill_lists(const CopyBatch& batch, const DescriptorLists& lists);
+  NixlLists::Scratch lists_for(MemoryKind local, MemoryKind remote) const;
+  Status fill_lists(const CopyBatch& batch, const NixlLists::Scratch& lists);
   Result<NixlXferRequest*> create_request(CopyDirection direction, const std::string& peer_name,
                                           const CopyBatch& batch, BytesView payload);
+  Result<NixlXferRequest*> create_from_runs(NixlOperation operation, const std::string& peer_name,
+                                            const CopyBatch& batch, NixlOptArgs* args);
+  Result<NixlXferRequest*> create_from_lists(NixlOperation operation, const std::string& peer_name,
+                                             const CopyBatch& batch, NixlOptArgs* args);
   void destroy_request(NixlXferRequest* request);
 
   void end_handle(Handle& handle, HandleState state);
@@ -127,12 +130,13 @@ class NixlTransport final : public Transport {
   NixlOptArgs* plain_args_ = nullptr;   // the backend alone
   NixlOptArgs* notify_args_ = nullptr;  // the backend, and a notification
   NixlNotifMap* notifications_ = nullptr;
-  DescriptorLists lists_[2];  // by NixlMemory
+  NixlLists::Scratch lists_[2];  // by NixlMemory; kept from call to call for their capacity
 
   std::vector<MemoryRange> registered_;
   std::unordered_map<std::string, Peer> peers_;
   std::unordered_map<HandleId, Handle> handles_;
   HandleId next_handle_ = 1;
+  ListsId next_lists_ = 1;
   std::string last_error_;
 };
 

@@ -52,7 +52,10 @@ void Poster::drop_rest(Active& active, Reason reason, std::string detail) {
 }
 
 void Poster::post_part(Active& active) {
-  const CopyBatch batch = active.parts.spell_out(active.next_part, runs_);
+  const std::string& peer = active.job.peer_name;
+  const bool listed = transport_.has_lists(peer, active.parts.lists(active.next_part));
+  const CopyBatch batch = listed ? active.parts.spell_blocks(active.next_part, buffers_)
+                                 : active.parts.spell_out(active.next_part, buffers_.runs);
   Bytes payload;
   if (direction_ == CopyDirection::kWrite) {
     const WrittenMessage written{active.job.attempt, active.job.span,
@@ -64,23 +67,23 @@ void Poster::post_part(Active& active) {
   if (active.first_post == 0) {
     active.first_post = before;
   }
-  const Result<HandleId> handle = transport_.post(direction_, active.job.peer_name, batch, payload);
+  const Result<HandleId> handle = transport_.post(direction_, peer, batch, payload);
   active.result.stats.last_post = clock_.now();
   active.result.stats.post_ns += active.result.stats.last_post - before;
   if (!handle.is_ok()) {
     drop_rest(active, Reason::kTransportError, handle.message());
     return;
   }
+  const PlanParts::Limits posted = active.parts.measure(active.next_part);
   active.handles.push_back(handle.value());
   ++in_flight_;
   ++in_flight_to_[active.job.to];
   ++handles_posted_;
+  posted_from_lists_ += listed ? 1 : 0;
   ++active.next_part;
-  active.result.stats.descriptors += batch.runs.size();
-  for (const CopyRun& run : batch.runs) {
-    active.result.stats.bytes += run.length;
-    bytes_posted_ += run.length;
-  }
+  active.result.stats.descriptors += posted.runs;
+  active.result.stats.bytes += posted.bytes;
+  bytes_posted_ += posted.bytes;
 }
 
 bool Poster::post_next(const std::function<bool(ServeId, Session)>& may_post) {

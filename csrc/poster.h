@@ -65,6 +65,7 @@ class Poster {
   std::size_t queued() const noexcept { return queue_.size(); }
   std::size_t handles_in_flight() const noexcept { return in_flight_; }
   std::uint64_t handles_posted() const noexcept { return handles_posted_; }
+  std::uint64_t posted_from_lists() const noexcept { return posted_from_lists_; }
   std::uint64_t bytes_posted() const noexcept { return bytes_posted_; }
 
  private:
@@ -91,10 +92,11 @@ class Poster {
   CopyDirection direction_;
   std::deque<Active> queue_;
   std::vector<PlanParts> spare_;  // of ended jobs, for their memory
-  std::vector<CopyRun> runs_;     // of the part that is posted
+  PartBuffers buffers_;           // of the part that is posted
   std::size_t in_flight_ = 0;
   std::unordered_map<Session, std::uint32_t> in_flight_to_;  // no entry: none
   std::uint64_t handles_posted_ = 0;
+  std::uint64_t posted_from_lists_ = 0;
   std::uint64_t bytes_posted_ = 0;
 };
 

@@ -53,6 +53,18 @@ class Transport {
   // Appends what has arrived; never blocks. An error says that receiving is impaired.
   virtual Status poll_notifications(std::vector<Notification>& out) = 0;
 
+  // Makes lists of all blocks of a grid, so that post() can be told them by index: quicker where
+  // few blocks adjoin. They are gone when the peer is removed or replaced. Takes as long as posting
+  // a part: some milliseconds for a hundred thousand blocks a side. Errors change nothing: post
+  // runs instead.
+  virtual Result<ListsId> prepare_lists(const std::string& /*peer_name*/,
+                                        const BlockGrid& /*grid*/) {
+    return Status::error("this transport has no prepared lists");
+  }
+  virtual bool has_lists(const std::string& /*peer_name*/, ListsId /*lists*/) const {
+    return false;
+  }
+
   // Prepares and posts one handle. `payload`, if not empty, reaches the peer as a notification
   // after all of the batch's bytes are visible there (writes), or when they were read (reads).
   // On error nothing is in flight and there is no handle.
@@ -63,10 +75,11 @@ class Transport {
   // Gives back an ended handle.
   virtual void release(HandleId handle) = 0;
 
-  // Live objects, for leak checks: handles not released, peers loaded.
+  // Live objects, for leak checks: handles not released, peers loaded, lists prepared.
   struct Counts {
     std::uint64_t handles = 0;
     std::uint64_t peers = 0;
+    std::uint64_t lists = 0;
   };
   virtual Counts counts() const = 0;
 };

@@ -2,12 +2,14 @@
 // bench/desc_prep.py: planner, Poster and NixlTransport over NIXL's C API are the product's own.
 //
 // Reads requests from standard input, one a line:
-//   regions rounds post_rounds part_descriptors prepared n  n producer ids  n consumer ids
-// and answers each with one line of JSON, microseconds: `spell_out` is what the Poster does before
-// NIXL, `fill_lists` that and NIXL's lists, `make` all of it. `prepare` asks for prepared lists, of
-// every block of kMostRegions regions, and is answered with what they took. Times are the quickest
-// of the rounds: processor time of this thread, but elapsed time for the post. Bytes are compared
-// after each post.
+//   regions rounds post_rounds part_descriptors n  n producer ids  n consumer ids
+// and answers each with one line of JSON, microseconds. `make` is from a plan to handles as the
+// engine does it: from prepared lists where the planner wants them, else from runs; `listed` says
+// which, and `prepare` what the lists took, once. The steps of the other way: `spell_out` is what
+// the Poster does before NIXL, `fill_lists` that and NIXL's lists, `make_runs` all of it. Times are
+// the quickest of the rounds: processor time of this thread, but elapsed time for the post. Bytes
+// are compared after each post. `prepare` in place of a request asks for lists of every block of
+// kMostRegions regions: seconds and megabytes.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -28,7 +30,6 @@
 #include "nixl_library.h"
 #include "nixl_transport.h"
 #include "poster.h"
-#include "prepared_lists.h"
 #include "workload.h"
 
 namespace kvpush {
@@ -46,8 +47,6 @@ class NixlTransportTimer {
   static void destroy(NixlTransport& transport, NixlXferRequest* request) {
     transport.destroy_request(request);
   }
-  static NixlAgent* agent(NixlTransport& transport) { return transport.agent_; }
-  static NixlOptArgs* args(NixlTransport& transport) { return transport.notify_args_; }
 };
 
 namespace bench {
@@ -112,6 +111,12 @@ class TimedTransport final : public Transport {
   Status poll_notifications(std::vector<Notification>& out) override {
     return inner_.poll_notifications(out);
   }
+  Result<ListsId> prepare_lists(const std::string& peer, const BlockGrid& grid) override {
+    return inner_.prepare_lists(peer, grid);
+  }
+  bool has_lists(const std::string& peer, ListsId lists) const override {
+    return inner_.has_lists(peer, lists);
+  }
   Result<HandleId> post(CopyDirection direction, const std::string& peer, const CopyBatch& batch,
                         BytesView payload) override {
     if (depth == Depth::kPost) return inner_.post(direction, peer, batch, payload);
@@ -156,15 +161,13 @@ struct Request {
   std::uint32_t rounds = 0;
   std::uint32_t post_rounds = 0;  // 0: not posted
   std::uint32_t part_descriptors = 0;
-  bool prepared = false;
   BlockLists lists;
 };
 
 class Wire {
  public:
   explicit Wire(const std::shared_ptr<const NixlLibrary>& library)
-      : library_(library),
-        producer_(library, "bench-producer"),
+      : producer_(library, "bench-producer"),
         consumer_(library, "bench-consumer"),
         timed_(*producer_.transport) {
     std::mt19937_64 random(0);  // NOLINT: the same in each run
@@ -174,24 +177,38 @@ class Wire {
   }
 
   std::string answer(const Request& request) {
+    CopyPlanner runs = make_planner(request.regions, producer_.address(), consumer_.address());
     CopyPlanner planner = make_planner(request.regions, producer_.address(), consumer_.address());
+    const bool listed = wants_lists(request, planner);
+    const double prepare = prepare_lists(planner);
     std::ostringstream json;
     json << "{\"plan\": " << best_plan(request, planner);
-    json << ", \"spell_out\": " << best_make(request, planner, Depth::kSpellOut);
-    json << ", \"fill_lists\": " << best_make(request, planner, Depth::kFillLists);
+    json << ", \"spell_out\": " << best_make(request, runs, Depth::kSpellOut);
+    json << ", \"fill_lists\": " << best_make(request, runs, Depth::kFillLists);
+    json << ", \"make_runs\": " << best_make(request, runs, Depth::kMake);
     const double make = best_make(request, planner, Depth::kMake);
     json << ", \"make\": " << make;
     if (request.post_rounds != 0) json << ", \"post\": " << best_post(request, planner) - make;
-    if (request.prepared) json << ", \"prepared\": " << best_prepared(request);
-    json << "}";
+    json << ", \"listed\": " << listed << ", \"prepare\": " << prepare << "}";
+    drop_lists();
     return json.str();
   }
 
+  // Of scattered ids in every region.
   std::string prepared_cost() {
+    CopyPlanner planner = make_planner(kMostRegions, producer_.address(), consumer_.address());
+    Request request;
+    std::vector<BlockId> ids(64);
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      ids[i] = static_cast<BlockId>(3 * i);
+    request.lists = make_lists(ids, ids);
+    wants_lists(request, planner);
     const double before = resident_mb();
-    PreparedLists& lists = prepared();
+    const double seconds = prepare_lists(planner) / 1e6;
     std::ostringstream json;
-    json << "{\"seconds\": " << lists.prepare_s() << ", \"mb\": " << resident_mb() - before << "}";
+    json << "{\"seconds\": " << seconds << ", \"mb\": " << resident_mb() - before
+         << ", \"longest\": " << longest_prepare_us_ / 1e6 << "}";
+    drop_lists();
     return json.str();
   }
 
@@ -271,53 +288,39 @@ class Wire {
     std::ranges::fill(consumer_.memory, std::uint8_t{0});
   }
 
-  PreparedLists& prepared() {
-    if (!prepared_) {
-      prepared_ =
-          std::make_unique<PreparedLists>(library_, NixlTransportTimer::agent(*producer_.transport),
-                                          NixlTransportTimer::args(*producer_.transport), peer_);
-      prepared_->prepare(producer_.address(), consumer_.address(),
-                         std::size_t{kMostRegions} * kPoolBlocks, kBlockBytes);
-    }
-    return *prepared_;
+  bool wants_lists(const Request& request, CopyPlanner& planner) {
+    PatternPlan plan;
+    must(planner.plan_pattern(request.lists.span(), request.lists.producer, request.lists.consumer,
+                              plan));
+    return planner.wants_lists();
   }
 
-  // The same handles from prepared lists, with all indices known beforehand and none merged.
-  double best_prepared(const Request& request) {
-    std::vector<int> local;
-    std::vector<int> remote;
-    const std::vector<BlockId>& from = request.lists.producer.front().ids;
-    const std::vector<BlockId>& to = request.lists.consumer.front().ids;
-    for (std::uint32_t region = 0; region < request.regions; ++region) {
-      for (std::size_t i = 0; i < from.size(); ++i) {
-        local.push_back(static_cast<int>(region * kPoolBlocks + from[i]));
-        remote.push_back(static_cast<int>(region * kPoolBlocks + to[i]));
-      }
+  // As the engine does in idle ticks: microseconds.
+  double prepare_lists(CopyPlanner& planner) {
+    double total = 0;
+    while (const BlockGrid* grid = planner.wanted_grid()) {
+      const double start = now_us(CLOCK_MONOTONIC);
+      planner.set_lists(must(producer_.transport->prepare_lists(peer_, *grid)));
+      const double took = now_us(CLOCK_MONOTONIC) - start;
+      longest_prepare_us_ = std::max(longest_prepare_us_, took);
+      total += took;
     }
-    PreparedLists& lists = prepared();
-    return quickest(request.rounds, [&] {
-      double spent = 0;
-      for (std::size_t at = 0; at < local.size(); at += request.part_descriptors) {
-        const std::size_t count =
-            std::min<std::size_t>(request.part_descriptors, local.size() - at);
-        const double start = now_us(CLOCK_THREAD_CPUTIME_ID);
-        NixlXferRequest* made = lists.make({&local[at], count}, {&remote[at], count});
-        spent += now_us(CLOCK_THREAD_CPUTIME_ID) - start;
-        NixlTransportTimer::destroy(*producer_.transport, made);
-      }
-      return spent;
-    });
+    return total;
+  }
+
+  void drop_lists() {
+    producer_.transport->remove_peer(peer_);
+    peer_ = must(producer_.transport->add_peer(must(consumer_.transport->local_metadata())));
   }
 
   static bool may_post(ServeId /*serve*/, Session /*to*/) { return true; }
 
-  std::shared_ptr<const NixlLibrary> library_;
   Agent producer_;
   Agent consumer_;
   TimedTransport timed_;
   MonotonicClock clock_;
   std::string peer_;
-  std::unique_ptr<PreparedLists> prepared_;
+  double longest_prepare_us_ = 0;
   std::vector<Notification> notifications_;
 };
 
@@ -332,7 +335,7 @@ bool parse(const std::string& line, Request& request) {
   std::istringstream in(line);
   std::size_t count = 0;
   in >> request.regions >> request.rounds >> request.post_rounds >> request.part_descriptors >>
-      request.prepared >> count;
+      count;
   std::vector<BlockId> producer;
   std::vector<BlockId> consumer;
   if (!in || count == 0 || count > kPoolBlocks || request.regions > kMostRegions ||

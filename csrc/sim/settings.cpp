@@ -40,6 +40,14 @@ void draw_fabric(Random& random, FabricFaults& fabric, const EngineConfig& confi
   fabric.stuck_per_mille = sometimes(random, 30);
   fabric.invalidate_per_mille = sometimes(random, 5);
   fabric.unloadable_per_mille = sometimes(random, 100);
+  fabric.unlistable_per_mille = sometimes(random, 300);
+}
+
+// Prepared lists: for a few blocks already, in pieces of a layer or two; sometimes for some only.
+void draw_lists(Random& random, EngineConfig& engine) {
+  engine.lists.min_descriptors = 1 + static_cast<std::uint32_t>(random.below(4));
+  engine.lists.max_blocks = 1 + static_cast<std::uint32_t>(random.below(500));
+  if (random.chance(250)) engine.max_prepared_blocks = random.below(300);
 }
 
 }  // namespace
@@ -62,6 +70,7 @@ Settings draw_settings(Random& random) {
   s.engine.poster.max_batch_descriptors = 1 + static_cast<std::uint32_t>(random.below(6));
   s.engine.poster.max_batch_bytes = 64U << random.below(5);
   s.engine.poster.max_handles_in_flight = 1 + static_cast<std::uint32_t>(random.below(6));
+  draw_lists(random, s.engine);
   if (s.clean) {
     s.pool_blocks = 200;
     s.fabric.reorder = random.chance(500);

@@ -56,6 +56,7 @@ void SimFabric::heal() {
   faults_.late_per_mille = 0;
   faults_.duplicate_per_mille = 0;
   faults_.post_error_per_mille = 0;
+  faults_.unlistable_per_mille = 0;
   faults_.write_error_per_mille = 0;
   faults_.stuck_per_mille = 0;
   faults_.invalidate_per_mille = 0;
@@ -275,10 +276,12 @@ Result<std::string> SimTransport::add_peer(BytesView metadata) {
     seen = other->second.removals[life_];
   }
   self().peers[name] = {life, seen, false};
+  self().lists.erase(name);
   return name;
 }
 
 void SimTransport::remove_peer(const std::string& peer_name) {
+  self().lists.erase(peer_name);
   const auto peer = self().peers.find(peer_name);
   if (peer == self().peers.end()) {
     return;
@@ -322,18 +325,63 @@ Status SimTransport::poll_notifications(std::vector<Notification>& out) {
   return Status::ok();
 }
 
+Result<ListsId> SimTransport::prepare_lists(const std::string& peer_name, const BlockGrid& grid) {
+  const auto peer = usable_peer(peer_name);
+  if (!peer.is_ok()) {
+    return peer.status();
+  }
+  if (fabric_.random_.chance(fabric_.faults_.unlistable_per_mille)) {
+    return Status::error("the lists can't be prepared");
+  }
+  self().lists[peer_name][fabric_.next_lists_] = grid;
+  return fabric_.next_lists_++;
+}
+
+bool SimTransport::has_lists(const std::string& peer_name, ListsId lists) const {
+  const auto found = self().lists.find(peer_name);
+  return found != self().lists.end() && found->second.contains(lists);
+}
+
+// The runs of a batch, whichever way it tells them.
+Result<std::vector<CopyRun>> SimTransport::runs_of(const std::string& peer_name,
+                                                   const CopyBatch& batch) const {
+  if (batch.lists == 0) {
+    return std::vector<CopyRun>(batch.runs.begin(), batch.runs.end());
+  }
+  const std::map<ListsId, BlockGrid>& lists = self().lists[peer_name];
+  const auto found = lists.find(batch.lists);
+  if (found == lists.end() || batch.local_blocks.size() != batch.remote_blocks.size()) {
+    return Status::error("no such lists, or not as many blocks on one side as on the other");
+  }
+  const BlockGrid& grid = found->second;
+  std::vector<CopyRun> runs;
+  for (std::size_t i = 0; i < batch.local_blocks.size(); ++i) {
+    const auto local = static_cast<std::uint32_t>(batch.local_blocks[i]);
+    const auto remote = static_cast<std::uint32_t>(batch.remote_blocks[i]);
+    if (local >= grid.local.size() || remote >= grid.remote.size()) {
+      return Status::error("an index is beyond the lists");
+    }
+    runs.push_back({grid.local.address(local), grid.remote.address(remote), grid.block_bytes});
+  }
+  return runs;
+}
+
 Result<HandleId> SimTransport::post(CopyDirection direction, const std::string& peer_name,
                                     const CopyBatch& batch, BytesView payload) {
   const auto peer = usable_peer(peer_name);
   if (!peer.is_ok()) {
     return peer.status();
   }
-  if (batch.runs.empty() || fabric_.random_.chance(fabric_.faults_.post_error_per_mille)) {
+  Result<std::vector<CopyRun>> runs = runs_of(peer_name, batch);
+  if (!runs.is_ok()) {
+    return runs.status();
+  }
+  if (runs.value().empty() || fabric_.random_.chance(fabric_.faults_.post_error_per_mille)) {
     return Status::error("the post is refused");
   }
   const auto remote = fabric_.lives_.find(peer.value()->to);
   std::uint64_t bytes = 0;
-  for (const CopyRun& run : batch.runs) {
+  for (const CopyRun& run : runs.value()) {
     const bool here = fabric_.find_memory(self(), run.local_address, run.length) != nullptr;
     const bool there =
         remote == fabric_.lives_.end() ||  // it is dead, which shows later
@@ -350,7 +398,7 @@ Result<HandleId> SimTransport::post(CopyDirection direction, const std::string& 
   transfer.to = peer.value()->to;
   transfer.removals_seen = peer.value()->removals_seen;
   transfer.direction = direction;
-  transfer.runs.assign(batch.runs.begin(), batch.runs.end());
+  transfer.runs = std::move(runs.value());
   transfer.payload.assign(payload.begin(), payload.end());
   transfer.bytes = bytes;
   if (fabric_.on_posted) {
@@ -387,7 +435,11 @@ Transport::Counts SimTransport::counts() const {
   const auto handles =
       std::count_if(fabric_.transfers_.begin(), fabric_.transfers_.end(),
                     [this](const auto& entry) { return entry.second.from == life_; });
-  return {static_cast<std::uint64_t>(handles), self().peers.size()};
+  std::uint64_t lists = 0;
+  for (const auto& [name, of_peer] : self().lists) {
+    lists += of_peer.size();
+  }
+  return {static_cast<std::uint64_t>(handles), self().peers.size(), lists};
 }
 
 }  // namespace kvpush::sim

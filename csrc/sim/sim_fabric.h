@@ -42,6 +42,7 @@ struct FabricFaults {
   std::uint32_t stuck_per_mille = 0;       // a WRITE that never ends while the peer is there
   std::uint32_t invalidate_per_mille = 0;  // each send or post: metadata goes bad
   std::uint32_t unloadable_per_mille = 0;  // a peer's metadata can't be loaded
+  std::uint32_t unlistable_per_mille = 0;  // lists can't be prepared
 };
 
 // A transfer as it is posted, and one piece of it reaching memory: `from` has posted it.
@@ -104,6 +105,7 @@ class SimFabric {
     std::map<std::uint64_t, Mapping> mapped;  // address space, where it is not the real one
     std::map<std::uint64_t, Mapping> registered;
     std::map<std::string, Connection> peers;
+    std::map<std::string, std::map<ListsId, BlockGrid>> lists;  // by peer
     std::map<LifeId, std::uint64_t> removals;  // how often it has removed each other life
     std::vector<Notification> inbox;
   };
@@ -138,6 +140,7 @@ class SimFabric {
   FabricFaults faults_;
   LifeId next_life_ = 1;
   HandleId next_handle_ = 1;
+  ListsId next_lists_ = 1;
   std::map<LifeId, Life> lives_;
   std::map<HandleId, Transfer> transfers_;
   std::map<std::pair<LifeId, LifeId>, TimeNs> last_arrival_;
@@ -162,6 +165,8 @@ class SimTransport final : public Transport {
   void remove_peer(const std::string& peer_name) override;
   Status notify(const std::string& peer_name, BytesView payload) override;
   Status poll_notifications(std::vector<Notification>& out) override;
+  Result<ListsId> prepare_lists(const std::string& peer_name, const BlockGrid& grid) override;
+  bool has_lists(const std::string& peer_name, ListsId lists) const override;
   Result<HandleId> post(CopyDirection direction, const std::string& peer_name,
                         const CopyBatch& batch, BytesView payload) override;
   HandleState poll(HandleId handle) override;
@@ -171,6 +176,7 @@ class SimTransport final : public Transport {
  private:
   SimFabric::Life& self() const { return fabric_.lives_.at(life_); }
   Result<SimFabric::Connection*> usable_peer(const std::string& peer_name);
+  Result<std::vector<CopyRun>> runs_of(const std::string& peer_name, const CopyBatch& batch) const;
 
   SimFabric& fabric_;
   LifeId life_;

@@ -197,6 +197,7 @@ class EngineConfig:
         max_batch_descriptors: int = 1024,
         max_batch_bytes: int = 33554432,
         max_handles_in_flight: int = 64,
+        max_prepared_blocks: int = 8388608,
         spin_us: float = 50.0,
         busy_poll_us: float = 20.0,
         idle_poll_us: float = 1000.0,
@@ -399,9 +400,10 @@ class Engine:
         """Totals and table sizes.
 
         Tables (zero at rest): grants_live, offers_live, served_live, handles_in_flight,
-        posts_queued, fences_waiting. Gauges: peers. Totals: transfers_received, transfers_sent,
-        transfers_failed, bytes_written, descriptors_planned, descriptors_posted, writes_posted,
-        bytes_read, reads_posted, messages_received, messages_dropped, peers_lost.
+        posts_queued, fences_waiting. Gauges: peers, prepared_blocks. Totals: transfers_received,
+        transfers_sent, transfers_failed, bytes_written, descriptors_planned, descriptors_posted,
+        writes_posted, bytes_read, reads_posted, posted_from_lists, messages_received,
+        messages_dropped, peers_lost.
         """
     def shutdown(self, drain_s: float) -> None:
         """Stop: wait up to `drain_s` for handles to end, tell the peers, join. Idempotent."""

@@ -87,6 +87,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_handles_in_flight: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
     """Posts in flight per rank."""
 
+    max_prepared_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 8 << 20
+    """Blocks in NIXL's prepared lists, of all peers, both sides counted; 0: none are made.
+    Scattered blocks are posted from such lists. From NIXL 1.4 on they take no memory to speak of,
+    before that 32 bytes for each block."""
+
     spin_us: Micros = 50.0
     """How long the native thread spins after it found work."""
 

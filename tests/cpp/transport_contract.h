@@ -134,6 +134,39 @@ class TransportContract : public ::testing::Test {
     return post(from, to, CopyDirection::kWrite, runs, payload);
   }
 
+  // Two bases of 1,000 blocks a side, with gaps; the sides differ in stride. Not the memory's
+  // start.
+  static constexpr std::uint32_t kListed = 1'000;
+  static constexpr std::uint64_t kListedBytes = 384;
+  static BlockGrid grid_of(const TransportEnd& local, const TransportEnd& remote,
+                           std::uint64_t stride = 400) {
+    BlockGrid grid;
+    grid.block_bytes = kListedBytes;
+    grid.local = {
+        MemoryKind::kHost, 0, stride, kListed, {local.address(64), local.address(2U << 20U)}};
+    grid.remote = {
+        MemoryKind::kHost, 0, 1024, kListed, {remote.address(3U << 20U), remote.address(128)}};
+    return grid;
+  }
+  static Result<HandleId> post_listed(TransportEnd& from, const TransportEnd& to, ListsId lists,
+                                      const std::vector<std::int32_t>& local,
+                                      const std::vector<std::int32_t>& remote,
+                                      std::string_view payload = {},
+                                      CopyDirection direction = CopyDirection::kWrite,
+                                      bool adjoining = false) {
+    CopyBatch batch;
+    batch.lists = lists;
+    batch.local_blocks = local;
+    batch.remote_blocks = remote;
+    batch.adjoining = adjoining;
+    return from.transport->post(direction, to.transport->local_name(), batch, to_bytes(payload));
+  }
+  ListsId prepare(TransportEnd& from, const TransportEnd& to, const BlockGrid& grid) {
+    const Result<ListsId> lists = from.transport->prepare_lists(to.transport->local_name(), grid);
+    EXPECT_TRUE(lists.is_ok()) << lists.message();
+    return lists.is_ok() ? lists.value() : 0;
+  }
+
   // Drives both ends until `done` holds; false after a limit that only a hang reaches.
   bool drive_until(const std::function<bool()>& done) {
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(30);
@@ -262,6 +295,111 @@ TYPED_TEST_P(TransportContract, OneHandleCarriesManyScatteredRuns) {
   for (std::size_t i = 0; i < kRuns; ++i) {
     ASSERT_TRUE(this->b.holds((kRuns - 1 - i) * kStep, kLength, this->a, i * kStep)) << "run " << i;
   }
+}
+
+TYPED_TEST_P(TransportContract, ListedBlocksAreCopiedOneToOneAndNothingElse) {
+  this->meet_both();
+  const BlockGrid grid = this->grid_of(this->a, this->b);
+  const ListsId lists = this->prepare(this->a, this->b, grid);
+  EXPECT_NE(lists, 0U);
+  EXPECT_EQ(this->a.transport->counts().lists, 1U);
+  std::vector<std::int32_t> from;
+  std::vector<std::int32_t> to;
+  Bytes expected = this->b.memory;
+  for (std::int32_t i = 0; i < 2'000; i += 3) {
+    from.push_back(i);
+    to.push_back((i * 7 + 1'999) % 2'000);
+    const std::uint64_t source =
+        grid.local.address(static_cast<std::uint64_t>(from.back())) - this->a.address();
+    const std::uint64_t sink =
+        grid.remote.address(static_cast<std::uint64_t>(to.back())) - this->b.address();
+    std::copy_n(this->a.memory.begin() + static_cast<std::ptrdiff_t>(source), this->kListedBytes,
+                expected.begin() + static_cast<std::ptrdiff_t>(sink));
+  }
+  const Result<HandleId> handle = this->post_listed(this->a, this->b, lists, from, to, "listed");
+  ASSERT_TRUE(handle.is_ok()) << handle.message();
+  EXPECT_EQ(this->finish(this->a, handle.value()), HandleState::kDone);
+  ASSERT_TRUE(this->drive_until([&] { return !this->b.inbox.empty(); }));
+  EXPECT_EQ(this->b.inbox.front().payload, to_bytes("listed"));
+  EXPECT_TRUE(this->b.memory == expected);
+}
+
+TYPED_TEST_P(TransportContract, ListedBlocksThatAdjoinAreCopiedToo) {
+  this->meet_both();
+  BlockGrid grid = this->grid_of(this->a, this->b);
+  grid.local.stride = grid.remote.stride = this->kListedBytes;
+  const ListsId lists = this->prepare(this->a, this->b, grid);
+  // Across the end of a base, where the indices go on and the memory does not; up and down again.
+  const std::vector<std::int32_t> from{997, 998, 999, 1'000, 1'001, 5, 4, 3, 10, 11};
+  const std::vector<std::int32_t> to{0, 1, 2, 3, 4, 1'503, 1'502, 1'501, 998, 999};
+  const Result<HandleId> handle = this->post_listed(this->a, this->b, lists, from, to, "adjoining",
+                                                    CopyDirection::kWrite, true);
+  ASSERT_TRUE(handle.is_ok()) << handle.message();
+  EXPECT_EQ(this->finish(this->a, handle.value()), HandleState::kDone);
+  ASSERT_TRUE(this->drive_until([&] { return !this->b.inbox.empty(); }));
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const auto source = static_cast<std::uint64_t>(from[i]);
+    const auto sink = static_cast<std::uint64_t>(to[i]);
+    EXPECT_TRUE(this->b.holds(grid.remote.address(sink) - this->b.address(), this->kListedBytes,
+                              this->a, grid.local.address(source) - this->a.address()))
+        << "block " << i;
+  }
+}
+
+TYPED_TEST_P(TransportContract, ListedBlocksAreReadToo) {
+  this->meet_both();
+  const BlockGrid grid = this->grid_of(this->a, this->b);
+  const ListsId lists = this->prepare(this->a, this->b, grid);
+  const Result<HandleId> handle =
+      this->post_listed(this->a, this->b, lists, {3, 1'500}, {1'999, 0}, {}, CopyDirection::kRead);
+  ASSERT_TRUE(handle.is_ok()) << handle.message();
+  EXPECT_EQ(this->finish(this->a, handle.value()), HandleState::kDone);
+  EXPECT_TRUE(this->a.holds(grid.local.address(3) - this->a.address(), this->kListedBytes, this->b,
+                            grid.remote.address(1'999) - this->b.address()));
+  EXPECT_TRUE(this->a.holds(grid.local.address(1'500) - this->a.address(), this->kListedBytes,
+                            this->b, grid.remote.address(0) - this->b.address()));
+}
+
+TYPED_TEST_P(TransportContract, BadListsAndIndicesAreErrorsAndHarmNothing) {
+  this->meet_both();
+  const BlockGrid grid = this->grid_of(this->a, this->b);
+  const ListsId lists = this->prepare(this->a, this->b, grid);
+  const auto refused = [&](ListsId of, const std::vector<std::int32_t>& from,
+                           const std::vector<std::int32_t>& to) {
+    return !this->post_listed(this->a, this->b, of, from, to).is_ok();
+  };
+  EXPECT_TRUE(refused(lists + 1, {0}, {0}));
+  EXPECT_TRUE(refused(lists, {}, {}));
+  EXPECT_TRUE(refused(lists, {0, 1}, {0}));
+  EXPECT_TRUE(refused(lists, {2'000}, {0}));
+  EXPECT_TRUE(refused(lists, {0}, {2'000}));
+  EXPECT_TRUE(refused(lists, {-1}, {0}));
+  EXPECT_TRUE(refused(lists, {0}, {-1}));
+  EXPECT_EQ(this->a.transport->counts().handles, 0U);
+  const Result<HandleId> handle = this->post_listed(this->a, this->b, lists, {0}, {0});
+  ASSERT_TRUE(handle.is_ok()) << handle.message();
+  EXPECT_EQ(this->finish(this->a, handle.value()), HandleState::kDone);
+  this->expect_working(this->a, this->b, "still works");
+}
+
+TYPED_TEST_P(TransportContract, ListsGoWithTheirPeer) {
+  this->meet_both();
+  const BlockGrid grid = this->grid_of(this->a, this->b);
+  const ListsId first = this->prepare(this->a, this->b, grid);
+  const ListsId second = this->prepare(this->a, this->b, grid);
+  EXPECT_NE(first, second);
+  EXPECT_EQ(this->a.transport->counts().lists, 2U);
+  this->a.transport->remove_peer(this->b.transport->local_name());
+  EXPECT_EQ(this->a.transport->counts().lists, 0U);
+  EXPECT_FALSE(this->a.transport->prepare_lists(this->b.transport->local_name(), grid).is_ok());
+  this->meet(this->a, this->b);
+  EXPECT_FALSE(this->post_listed(this->a, this->b, first, {0}, {0}).is_ok());
+  const ListsId third = this->prepare(this->a, this->b, grid);
+  EXPECT_NE(third, first);
+  EXPECT_NE(third, second);
+  const Result<HandleId> handle = this->post_listed(this->a, this->b, third, {0}, {0});
+  ASSERT_TRUE(handle.is_ok()) << handle.message();
+  EXPECT_EQ(this->finish(this->a, handle.value()), HandleState::kDone);
 }
 
 TYPED_TEST_P(TransportContract, SeveralHandlesAreInFlightInBothDirections) {
@@ -444,6 +582,9 @@ REGISTER_TYPED_TEST_SUITE_P(TransportContract, PeersLearnEachOthersNames, OwnMet
                             NotificationOfAWriteComesAfterItsBytes, WriteTouchesNothingElse,
                             ReadBringsBytesAndTellsTheirOwner, WithoutPayloadNothingIsNotified,
                             OneHandleCarriesManyScatteredRuns,
+                            ListedBlocksAreCopiedOneToOneAndNothingElse,
+                            ListedBlocksThatAdjoinAreCopiedToo, ListedBlocksAreReadToo,
+                            BadListsAndIndicesAreErrorsAndHarmNothing, ListsGoWithTheirPeer,
                             SeveralHandlesAreInFlightInBothDirections,
                             NotificationsOfAnySizeArriveWholeAndInOrder,
                             LargeNotificationRidesOnAWrite, UnknownPeersAreErrors,

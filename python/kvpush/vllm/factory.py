@@ -197,6 +197,7 @@ def _tuning(config: Config) -> dict[str, Any]:
         "max_batch_descriptors",
         "max_batch_bytes",
         "max_handles_in_flight",
+        "max_prepared_blocks",
         "spin_us",
         "busy_poll_us",
         "idle_poll_us",

@@ -1,0 +1,48 @@
+// NixlLists: NIXL's prepared lists of all blocks of a grid, on this side and at one peer. A handle
+// is then made from the indices of its blocks.
+//
+// From NIXL 1.4 on such a list is kept as a few strides; before, with 32 bytes for each block.
+// Thread: the transport's.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "memory.h"
+#include "nixl_library.h"
+#include "status.h"
+
+namespace kvpush {
+
+class NixlLists {
+ public:
+  // `scratch` holds two lists of the grid's memory kinds, whose contents are replaced. The library
+  // and the agent must outlive what is made. Errors name the side.
+  struct Scratch {
+    NixlXferList* local = nullptr;
+    NixlXferList* remote = nullptr;
+  };
+  static Result<NixlLists> prepare(const NixlLibrary& nixl, NixlAgent* agent, NixlOptArgs* args,
+                                   const std::string& peer_name, const BlockGrid& grid,
+                                   const Scratch& scratch);
+  NixlLists(NixlLists&& other) noexcept;
+  NixlLists& operator=(NixlLists&&) = delete;
+  ~NixlLists();
+
+  // The request of these blocks, one to one. Of `args`, merging is set. NIXL checks the indices.
+  NixlStatus make_request(NixlOperation operation, const CopyBatch& batch, NixlOptArgs* args,
+                          NixlXferRequest** request) const;
+
+ private:
+  NixlLists(const NixlLibrary& nixl, NixlAgent* agent) : nixl_(nixl), agent_(agent) {}
+
+  const NixlLibrary& nixl_;
+  NixlAgent* agent_;
+  NixlPreparedList* local_ = nullptr;   // owned
+  NixlPreparedList* remote_ = nullptr;  // owned
+};
+
+NixlMemory nixl_memory(MemoryKind kind) noexcept;
+
+}  // namespace kvpush
