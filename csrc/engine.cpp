@@ -387,6 +387,7 @@ void Engine::note_freshness(Peer& peer, const Message& message) {
   peer.last_heard = now;
   peer.their_stamp = std::max(peer.their_stamp, message.stamp);
   const bool ours = message.meeting != 0 && message.meeting == peer.their_meeting;
+  peer.met = peer.met || ours;
   if (ours && message.echo <= static_cast<std::uint64_t>(now)) {  // no clock of ours is ahead of us
     peer.proven = std::max(peer.proven, static_cast<TimeNs>(message.echo));
   }
@@ -435,7 +436,7 @@ bool Engine::on_peer_message(Message& message, Actions& out) {
 
 bool Engine::on_message(Session from, HelloMessage& message, std::uint64_t meeting,
                         const std::string& claimed_name) {
-  if (message.to != self_.session || meeting == 0 || stopping_) {
+  if (message.to != self_.session || meeting == 0 || stopping_ || is_over(from, meeting)) {
     return false;
   }
   if (const auto peer = peers_.find(from); peer != peers_.end()) {
@@ -487,6 +488,21 @@ Status Engine::admit(const PeerInfo& info, HelloMessage& message, std::uint64_t 
       std::make_unique<CopyPlanner>(self_.regions, info.regions, std::move(message.pairs), true);
   peer.planner->set_lists_rule(config_.lists);
   return Status::ok();
+}
+
+bool Engine::is_over(Session consumer, std::uint64_t meeting) const {
+  const auto found = over_.find(consumer);
+  return found != over_.end() && meeting <= found->second;
+}
+
+void Engine::remember_over(Session consumer, std::uint64_t meeting) {
+  if (over_.insert_or_assign(consumer, meeting).second) {
+    over_order_.push_back(consumer);
+  }
+  if (over_order_.size() > config_.max_peers) {
+    over_.erase(over_order_.front());
+    over_order_.pop_front();
+  }
 }
 
 bool Engine::on_message(Session from, const WelcomeMessage& message) {
@@ -629,6 +645,9 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   const TimeNs fence =
       writes_no_more ? now : found->second.last_sent + config_.peer_timeout + config_.fence_margin;
   transport_.remove_peer(found->second.name);
+  if (found->second.met) {
+    remember_over(session, found->second.their_meeting);
+  }
   prepared_blocks_ -= found->second.prepared_blocks;
   peers_.erase(found);
   ++totals_.peers_lost;

@@ -18,7 +18,9 @@
 //
 // Meetings. A consumer counts its HELLOs to a producer and names the count in each message. A new
 // one ends, on the producer, whatever belonged to an older: the consumer has waited for its fence
-// and given those blocks back, and messages of the older meeting may still be on the way.
+// and given those blocks back, and messages of the older meeting may still be on the way. One that
+// ended because the producer has lost the consumer is not taken up again either, once the consumer
+// knew that it had begun: what was revoked in it is forgotten, and a GRANT may come late.
 #pragma once
 
 #include <cstdint>
@@ -191,6 +193,7 @@ class Engine {
     std::unique_ptr<CopyPlanner> planner;
     std::uint32_t fan_out = 1;
     std::uint64_t their_meeting = 0;
+    bool met = false;   // it knows that this meeting has begun
     TimeNs proven = 0;  // it was alive, in this meeting, at this time of ours; 0: not known
     std::uint64_t prepared_blocks = 0;  // of max_prepared_blocks
   };
@@ -224,6 +227,8 @@ class Engine {
   void note_freshness(Peer& peer, const Message& message);
   void note_held(Peer& peer, const Message& message);
   bool is_named(const std::string& name) const;
+  bool is_over(Session consumer, std::uint64_t meeting) const;
+  void remember_over(Session consumer, std::uint64_t meeting);
 
   // Actions.
   // Queues what a state machine wants done: `act` is called once, with a list to add to.
@@ -285,6 +290,10 @@ class Engine {
   std::vector<PostEnded> ended_;  // scratch
   Actions scratch_;
   EngineCounters totals_;
+  // Of lost consumers, the latest meeting that must not go on; the oldest loss first to be
+  // forgotten.
+  std::unordered_map<Session, std::uint64_t> over_;
+  std::deque<Session> over_order_;
   std::set<Session> wanting_lists_;
   std::uint64_t prepared_blocks_ = 0;  // in all peers' lists
   TimeNs next_timers_ = 0;

@@ -405,6 +405,36 @@ TEST_F(EngineTest, GrantOfAMeetingThatIsOverIsRefusedAndThePeersMeetAgain) {
   EXPECT_EQ(d.take<PeerLostEvent>().size(), 1U);
 }
 
+// A HELLO and a GRANT that were long on the way: the producer has lost the consumer, and forgotten
+// what was revoked.
+TEST_F(EngineTest, AMeetingThatTheProducerHasEndedDoesNotGoOn) {
+  Message hello{20, HelloMessage{10, encode_peer_info(d.info), {{0, 0, 0, 4}}, 1}};
+  hello.meeting = 1;
+  Message grant{20, GrantMessage{}};
+  grant.meeting = 1;
+  std::get<GrantMessage>(grant.body).attempt = 100;
+  const Message goodbye{20, GoodbyeMessage{}};
+  const auto say = [this](const Message& message) {
+    ASSERT_TRUE(d.transport->notify("P", encode_message(message)).is_ok());
+    pass(10 * kMillisecond);
+  };
+  ASSERT_TRUE(d.transport->add_peer(p.info.transport_metadata).is_ok());
+  say(hello);
+  say(goodbye);
+  EXPECT_EQ(p.engine->counters().peers, 0U);
+  say(hello);  // nothing shows that D knows of the meeting: WELCOME may have been lost
+  EXPECT_EQ(p.engine->counters().peers, 1U);
+  say(grant);
+  say(goodbye);
+  say(hello);
+  EXPECT_EQ(p.engine->counters().peers, 0U) << "D has used this meeting";
+  say(grant);
+  EXPECT_EQ(p.engine->counters().served_live, 0U);
+  hello.meeting = 2;
+  say(hello);
+  EXPECT_EQ(p.engine->counters().peers, 1U);
+}
+
 TEST_F(EngineTest, GoodbyeNeedsNoFence) {
   meet(d, p);
   d.grant(5, 100, key_of("r"), {4}, {10});
