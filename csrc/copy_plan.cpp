@@ -11,6 +11,7 @@
 #include "check.h"
 #include "copy_plan_blocks.h"
 #include "copy_plan_geometry.h"
+#include "copy_plan_lists.h"
 
 namespace kvpush {
 namespace {
@@ -32,19 +33,6 @@ constexpr std::uint32_t kBlockShape = 0;
 constexpr std::uint32_t kKeysAndValues = 2;
 constexpr std::size_t kRunsAtATime = 64;
 
-// More blocks than this in a run of the usual length, and telling the transport runs is quicker
-// than telling it the index of each block (python -m bench desc_prep).
-constexpr std::uint64_t kMaxBlocksPerRun = 4;
-// A base whose blocks alone are this many times what lists may have does without.
-constexpr std::uint64_t kMaxOversize = 4;
-
-// Some bases of a class, and the transport's lists of all their blocks; 0: there are none (yet).
-struct ListsPiece {
-  std::uint32_t bases_begin = 0;
-  std::uint32_t bases_end = 0;
-  ListsId lists = 0;
-};
-
 // A class, and what is worked out for it once.
 struct PreparedClass {
   GeometryClass geometry_class;
@@ -53,9 +41,7 @@ struct PreparedClass {
   bool whole_blocks = false;  // shapes[kBlockShape] is that of a whole block
   // For each of the class's geometries: by tokens within a page; kNoShape: not made yet.
   std::vector<std::vector<std::uint32_t>> shape_of_tokens;
-  // The class's bases, in pieces that have lists of their own. Empty until they are of use.
-  std::vector<ListsPiece> pieces;
-  std::size_t pieces_tried = 0;
+  ClassLists lists;
 
   const PairGeometry& geometry() const noexcept { return geometry_class.geometry(); }
 
@@ -70,17 +56,6 @@ struct PreparedClass {
 
   // The usual case: each whole block is one run, or goes on with the one before.
   bool copies_whole_blocks() const { return whole_blocks && shapes[kBlockShape].axis_count == 0; }
-
-  std::uint64_t blocks_per_base() const {
-    return std::max(geometry().consumer.num_blocks, geometry().producer.num_blocks);
-  }
-  // How many bases may share their lists; 0: not even one can have any.
-  std::uint64_t bases_per_piece(const ListsRule& rule) const {
-    const std::uint64_t blocks = blocks_per_base();
-    if (blocks == 0 || blocks > rule.max_blocks * kMaxOversize) return 0;
-    return std::min<std::uint64_t>(std::max<std::uint64_t>(rule.max_blocks / blocks, 1),
-                                   geometry_class.bases.size());
-  }
 
   void trim_shapes() {
     if (shapes.size() <= kMaxShapes) return;
@@ -151,6 +126,9 @@ PreparedClass prepare(GeometryClass&& geometry_class) {
   PreparedClass entry;
   entry.geometry_class = std::move(geometry_class);
   entry.whole_blocks = entry.geometry().has_block_shape();
+  if (entry.whole_blocks && entry.geometry_class.block.axis_count == 0) {
+    entry.lists = ClassLists(entry.geometry_class);
+  }
   std::size_t room = 1;
   for (const PairGeometry& geometry : entry.geometry_class.geometries) {
     const std::size_t page =
@@ -187,11 +165,20 @@ class CopyPlanner::Impl {
               StateRegions states, PatternPlan& out) {
     const BlockTable& consumer = local_is_producer_ ? remote : local;
     const BlockTable& producer = local_is_producer_ ? local : remote;
+    const auto is_left_out = [states](const BlockMatcher& matcher) {
+      return matcher.key().state && states == StateRegions::kLeftOut;
+    };
     for (BlockMatcher& matcher : matchers_) {
-      if (matcher.key().state && states == StateRegions::kLeftOut) {
-        matcher.clear();
-        continue;
-      }
+      matcher.clear();
+      if (is_left_out(matcher)) continue;
+      if (Status status = matcher.look(consumer, producer); !status.is_ok()) return status;
+    }
+    // Before the blocks are put in order: what that takes may grow with the largest id.
+    for (const PreparedClass& entry : classes_) {
+      if (Status status = check_range(entry); !status.is_ok()) return status;
+    }
+    for (BlockMatcher& matcher : matchers_) {
+      if (is_left_out(matcher)) continue;
       if (Status status = matcher.match(span, consumer, producer); !status.is_ok()) return status;
     }
     for (PreparedClass& entry : classes_) {
@@ -204,13 +191,18 @@ class CopyPlanner::Impl {
   PatternPlan& spare() noexcept { return spare_; }
 
   void set_lists_rule(const ListsRule& rule) { lists_rule_ = rule; }
-  bool wants_lists() const noexcept { return pieces_untried_ != 0; }
+
+  bool wants_lists() const {
+    return std::ranges::any_of(
+        classes_, [](const PreparedClass& entry) { return entry.lists.untried() != nullptr; });
+  }
 
   const BlockGrid* wanted_grid() {
     for (wanting_ = 0; wanting_ < classes_.size(); ++wanting_) {
       const PreparedClass& entry = classes_[wanting_];
-      if (entry.pieces_tried == entry.pieces.size()) continue;
-      wanted_ = grid_of(entry, entry.pieces[entry.pieces_tried]);
+      const ListsPiece* piece = entry.lists.untried();
+      if (piece == nullptr) continue;
+      wanted_ = grid_of(entry.geometry_class, *piece, local_is_producer_);
       return &wanted_;
     }
     return nullptr;
@@ -218,17 +210,12 @@ class CopyPlanner::Impl {
 
   void set_lists(ListsId lists) {
     KVPUSH_CHECK(wanting_ < classes_.size(), "lists of a grid that was asked for");
-    PreparedClass& entry = classes_[wanting_];
-    entry.pieces[entry.pieces_tried].lists = lists;
-    // Where one can't be had, the next could not either.
-    const std::size_t tried = lists == 0 ? entry.pieces.size() - entry.pieces_tried : 1;
-    entry.pieces_tried += tried;
-    pieces_untried_ -= tried;
+    classes_[wanting_].lists.set_tried(lists);
     wanting_ = classes_.size();
   }
 
  private:
-  Status plan_class(PreparedClass& entry, PatternPlan& out) {
+  Status check_range(const PreparedClass& entry) const {
     const BlockMatcher& matcher = matchers_[entry.matcher];
     const PairGeometry& geometry = entry.geometry();
     if (matcher.consumer_blocks_named() > geometry.consumer.num_blocks) {
@@ -239,6 +226,11 @@ class CopyPlanner::Impl {
       return out_of_range(entry, "producer", matcher.producer_blocks_named(),
                           geometry.producer.num_blocks);
     }
+    return Status::ok();
+  }
+
+  Status plan_class(PreparedClass& entry, PatternPlan& out) {
+    const BlockMatcher& matcher = matchers_[entry.matcher];
     if (matcher.overlaps().empty()) return Status::ok();
     entry.trim_shapes();
     section_begin_ = out.runs.size();
@@ -414,12 +406,6 @@ class CopyPlanner::Impl {
     }
   }
 
-  // Whether prepared lists are the quicker way to tell the transport what to copy.
-  bool is_scattered(const PreparedClass& entry, std::uint64_t runs, std::uint64_t blocks) const {
-    return entry.copies_whole_blocks() && blocks <= runs * kMaxBlocksPerRun &&
-           runs * entry.bases_per_piece(lists_rule_) >= lists_rule_.min_descriptors;
-  }
-
   // The runs from `runs_begin` on, at each of the class's bases.
   void add_sections(PreparedClass& entry, std::uint32_t runs_begin, std::uint64_t blocks,
                     PatternPlan& out) {
@@ -436,9 +422,9 @@ class CopyPlanner::Impl {
       bytes += out.runs[i].length;
     out.bytes += bytes * bases.size();
     out.total_runs += runs * bases.size();
-    if (is_scattered(entry, runs, blocks)) {
-      if (entry.pieces.empty()) cut_pieces(entry);
-      if (has_lists(entry)) return add_pieces(entry, section, first_base, out);
+    if (entry.lists.are_of_use(lists_rule_, runs, blocks)) {
+      entry.lists.want(lists_rule_);
+      if (entry.lists.has_any()) return add_pieces(entry, section, first_base, out);
     }
     add_section(section, first_base, out.bases.size(), 0, out);
   }
@@ -477,44 +463,10 @@ class CopyPlanner::Impl {
 
   static void add_pieces(const PreparedClass& entry, const PatternPlan::Section& section,
                          std::size_t first_base, PatternPlan& out) {
-    for (const ListsPiece& piece : entry.pieces) {
+    for (const ListsPiece& piece : entry.lists.pieces()) {
       add_section(section, first_base + piece.bases_begin, first_base + piece.bases_end,
                   piece.lists, out);
     }
-  }
-
-  static bool has_lists(const PreparedClass& entry) {
-    return std::ranges::any_of(entry.pieces, [](const ListsPiece& p) { return p.lists != 0; });
-  }
-
-  void cut_pieces(PreparedClass& entry) {
-    const auto bases = narrow(entry.geometry_class.bases.size());
-    const auto step = narrow(entry.bases_per_piece(lists_rule_));
-    for (std::uint32_t begin = 0; begin < bases; begin += step)
-      entry.pieces.push_back({begin, std::min(begin + step, bases), 0});
-    pieces_untried_ += entry.pieces.size();
-  }
-
-  BlockGrid grid_of(const PreparedClass& entry, const ListsPiece& piece) const {
-    const PairGeometry& geometry = entry.geometry();
-    BlockGrid grid;
-    grid.block_bytes = entry.shapes[kBlockShape].length;
-    grid.local = {geometry.producer_memory,
-                  geometry.producer_device,
-                  geometry.producer.block_stride,
-                  narrow(geometry.producer.num_blocks),
-                  {}};
-    grid.remote = {geometry.consumer_memory,
-                   geometry.consumer_device,
-                   geometry.consumer.block_stride,
-                   narrow(geometry.consumer.num_blocks),
-                   {}};
-    for (std::uint32_t i = piece.bases_begin; i < piece.bases_end; ++i) {
-      grid.local.bases.push_back(entry.geometry_class.bases[i].producer);
-      grid.remote.bases.push_back(entry.geometry_class.bases[i].consumer);
-    }
-    if (!local_is_producer_) std::swap(grid.local, grid.remote);
-    return grid;
   }
 
   bool local_is_producer_;
@@ -526,7 +478,6 @@ class CopyPlanner::Impl {
   ListsRule lists_rule_;
   BlockGrid wanted_;
   std::size_t wanting_ = 0;  // the class whose next piece it is of
-  std::size_t pieces_untried_ = 0;
 };
 
 namespace {

@@ -28,9 +28,12 @@ std::uint32_t narrow(std::uint64_t tokens) {
 
 }  // namespace
 
-Status BlockMatcher::match(TokenSpan span, const BlockTable& consumer, const BlockTable& producer) {
+void BlockMatcher::clear() {
   overlap_count_ = 0;
   consumer_named_ = producer_named_ = 0;
+}
+
+Status BlockMatcher::look(const BlockTable& consumer, const BlockTable& producer) {
   if (key_.consumer_group >= consumer.size() || key_.producer_group >= producer.size()) {
     const bool theirs = key_.consumer_group >= consumer.size();
     return Status::error(
@@ -38,10 +41,14 @@ Status BlockMatcher::match(TokenSpan span, const BlockTable& consumer, const Blo
         std::to_string(theirs ? consumer.size() : producer.size()) + " groups, group " +
         std::to_string(theirs ? key_.consumer_group : key_.producer_group) + " is needed");
   }
+  consumer_named_ = blocks_named(consumer[key_.consumer_group]);
+  producer_named_ = blocks_named(producer[key_.producer_group]);
+  return Status::ok();
+}
+
+Status BlockMatcher::match(TokenSpan span, const BlockTable& consumer, const BlockTable& producer) {
   const GroupBlocks& to = consumer[key_.consumer_group];
   const GroupBlocks& from = producer[key_.producer_group];
-  consumer_named_ = blocks_named(to);
-  producer_named_ = blocks_named(from);
   Result<Range> range = needed(span, to);
   if (!range.is_ok()) return range.status();
   if (range.value().begin >= range.value().end) return Status::ok();

@@ -36,10 +36,13 @@ class BlockMatcher {
  public:
   explicit BlockMatcher(const GroupPairKey& key) : key_(key) {}
 
-  // Fills overlaps(), in rising order of consumer block: of all orders that one keeps together
-  // whatever can be merged, since what is adjacent on both sides is adjacent on the consumer's.
+  // Notes which blocks the lists name. The ids of both must then be found to be in range.
+  Status look(const BlockTable& consumer, const BlockTable& producer);
+  // Of the lists that it has looked at. Fills overlaps(), in rising order of consumer block: of all
+  // orders that one keeps together whatever can be merged, since what is adjacent on both sides is
+  // adjacent on the consumer's.
   Status match(TokenSpan span, const BlockTable& consumer, const BlockTable& producer);
-  void clear() { overlap_count_ = 0; }
+  void clear();
 
   const GroupPairKey& key() const noexcept { return key_; }
   std::span<const Overlap> overlaps() const noexcept { return {overlaps_.data(), overlap_count_}; }

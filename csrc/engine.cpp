@@ -14,6 +14,8 @@ constexpr DurationNs kTimerInterval = 5 * kMillisecond;
 constexpr int kPartsPerTick = 4;
 // Messages handled in one tick before posts get a turn again: some 0.1 ms.
 constexpr std::size_t kMessagesPerTick = 256;
+// How long prepared lists wait for a moment in which no transfer is under way.
+constexpr DurationNs kListsPatience = 100 * kMillisecond;
 
 EngineConfig with_mode(EngineConfig config) {
   config.consumer.reads = config.pull;
@@ -591,7 +593,7 @@ Status Engine::add_copy(Poster& poster, CopyPlanner& planner, const BlockTable& 
   if (planned.is_ok()) {
     job.plan_ns = clock_.now() - begin;
     totals_.descriptors_planned += job.plan.descriptors_before;
-    if (planner.wants_lists()) wanting_lists_.insert(job.to);
+    if (planner.wants_lists()) want_lists(job.to);
     poster.add(std::move(job));
   }
   return planned;
@@ -645,6 +647,7 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
   const TimeNs fence =
       writes_no_more ? now : found->second.last_sent + config_.peer_timeout + config_.fence_margin;
   transport_.remove_peer(found->second.name);
+  wanting_lists_.erase(session);
   if (found->second.met) {
     remember_over(session, found->second.their_meeting);
   }
@@ -765,6 +768,19 @@ void Engine::tick_timers() {
   run_actions();
 }
 
+void Engine::want_lists(Session peer) {
+  if (wanting_lists_.empty()) lists_wanted_ = clock_.now();
+  wanting_lists_.insert(peer);
+}
+
+// While nothing is under way at all, nobody is kept waiting. Where something always is, such as a
+// transfer that never ends, they have to be made while transfers go on.
+bool Engine::has_time_for_lists() const {
+  if (wanting_lists_.empty() || poster_.has_unposted() || reader_.has_unposted()) return false;
+  const bool idle = poster_.queued() == 0 && reader_.queued() == 0;
+  return idle || clock_.now() - lists_wanted_ >= kListsPatience;
+}
+
 // Prepares one of the lists that plans could have used, if any.
 bool Engine::prepare_lists() {
   while (!wanting_lists_.empty()) {
@@ -804,10 +820,11 @@ Activity Engine::tick() {
   if (!rewinds_.empty()) {
     settle_rewinds();
   }
-  if (progress || poster_.queued() != 0 || reader_.queued() != 0) {
+  if (!progress && has_time_for_lists() && prepare_lists()) {
+    lists_wanted_ = clock_.now();
     return Activity::kBusy;
   }
-  if (prepare_lists()) {  // nobody is kept waiting
+  if (progress || poster_.queued() != 0 || reader_.queued() != 0) {
     return Activity::kBusy;
   }
   // A grant without its offer waits for our own prefill: its command will wake the thread.

@@ -61,7 +61,9 @@ struct EngineConfig {
   // posted (milliseconds) and clocks that run at slightly different rates.
   DurationNs fence_margin = 2 * kSecond;
   DurationNs hello_resend = 2 * kSecond;
-  std::size_t max_peers = 4'096;  // ranks; each costs some hundred KB of geometry
+  // Ranks; each costs some hundred KB: geometry, and 4 bytes for each block of the pool (and
+  // group).
+  std::size_t max_peers = 4'096;
   ListsRule lists;
   // Blocks in the prepared lists of all peers, both sides counted. They take no memory to speak of
   // from NIXL 1.4 on, 32 bytes each before that. 0: none are made.
@@ -263,6 +265,8 @@ class Engine {
   void deliver_empty(std::span<const Ticket> tickets);
   void tick_timers();
   void tick_peers();
+  void want_lists(Session peer);
+  bool has_time_for_lists() const;
   bool prepare_lists();
   bool prepare_lists(Peer& peer, CopyPlanner* planner);
 
@@ -295,6 +299,7 @@ class Engine {
   std::unordered_map<Session, std::uint64_t> over_;
   std::deque<Session> over_order_;
   std::set<Session> wanting_lists_;
+  TimeNs lists_wanted_ = 0;            // since when; 0: they are not
   std::uint64_t prepared_blocks_ = 0;  // in all peers' lists
   TimeNs next_timers_ = 0;
   bool stopping_ = false;

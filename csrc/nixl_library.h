@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "dynamic_library.h"
+#include "memory.h"
 #include "status.h"
 
 namespace kvpush {
@@ -36,6 +37,9 @@ constexpr NixlStatus kNixlBackendError = -2;
 std::string_view nixl_status_name(NixlStatus status) noexcept;
 
 enum class NixlMemory : int { kDram = 0, kVram = 1 };
+constexpr NixlMemory nixl_memory(MemoryKind kind) noexcept {
+  return kind == MemoryKind::kDevice ? NixlMemory::kVram : NixlMemory::kDram;
+}
 enum class NixlOperation : int { kRead = 0, kWrite = 1 };
 
 // Passed by address, so its layout is part of the library's interface.

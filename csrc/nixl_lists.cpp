@@ -5,10 +5,8 @@
 namespace kvpush {
 namespace {
 
-// `agent_name` is empty for this side.
-NixlStatus prepare_side(const NixlLibrary& nixl, NixlAgent* agent, const std::string& agent_name,
-                        const BlockSeries& blocks, std::uint64_t block_bytes, NixlXferList* list,
-                        NixlOptArgs* args, NixlPreparedList** prepared) {
+NixlStatus add_blocks(const NixlLibrary& nixl, const BlockSeries& blocks, std::uint64_t block_bytes,
+                      NixlXferList* list) {
   // Makes room for all of them at once; a list can't be told to otherwise.
   NixlStatus status = nixl->xfer_dlist_resize(list, blocks.size());
   if (status == kNixlSuccess) status = nixl->xfer_dlist_clear(list);
@@ -17,27 +15,38 @@ NixlStatus prepare_side(const NixlLibrary& nixl, NixlAgent* agent, const std::st
       status =
           nixl->xfer_dlist_add_desc(list, base + i * blocks.stride, block_bytes, blocks.device);
   }
+  return status;
+}
+
+// `agent_name` is empty for this side.
+NixlStatus prepare_side(const NixlLibrary& nixl, NixlAgent* agent, const std::string& agent_name,
+                        const BlockSeries& blocks, std::uint64_t block_bytes, NixlOptArgs* args,
+                        NixlPreparedList*& prepared) {
+  NixlXferList* list = nullptr;
+  NixlStatus status = nixl->create_xfer_dlist(nixl_memory(blocks.kind), &list);
   if (status != kNixlSuccess) return status;
-  return nixl->prep_xfer_dlist(agent, agent_name.c_str(), list, prepared, args);
+  status = add_blocks(nixl, blocks, block_bytes, list);
+  // Up to 1.4.1 what an early failure leaves in `made` must not be released.
+  NixlPreparedList* made = nullptr;
+  if (status == kNixlSuccess)
+    status = nixl->prep_xfer_dlist(agent, agent_name.c_str(), list, &made, args);
+  if (status == kNixlSuccess) prepared = made;
+  nixl->destroy_xfer_dlist(list);
+  return status;
 }
 
 }  // namespace
 
-NixlMemory nixl_memory(MemoryKind kind) noexcept {
-  return kind == MemoryKind::kDevice ? NixlMemory::kVram : NixlMemory::kDram;
-}
-
 Result<NixlLists> NixlLists::prepare(const NixlLibrary& nixl, NixlAgent* agent, NixlOptArgs* args,
-                                     const std::string& peer_name, const BlockGrid& grid,
-                                     const Scratch& scratch) {
+                                     const std::string& peer_name, const BlockGrid& grid) {
   NixlLists lists(nixl, agent);
   const char* side = "this side's";
-  NixlStatus status = prepare_side(nixl, agent, "", grid.local, grid.block_bytes, scratch.local,
-                                   args, &lists.local_);
+  NixlStatus status =
+      prepare_side(nixl, agent, "", grid.local, grid.block_bytes, args, lists.local_);
   if (status == kNixlSuccess) {
     side = "the peer's";
-    status = prepare_side(nixl, agent, peer_name, grid.remote, grid.block_bytes, scratch.remote,
-                          args, &lists.remote_);
+    status =
+        prepare_side(nixl, agent, peer_name, grid.remote, grid.block_bytes, args, lists.remote_);
   }
   if (status == kNixlSuccess) return lists;
   return Status::error(std::string("cannot prepare a list of ") + side + " blocks for peer '" +

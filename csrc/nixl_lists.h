@@ -1,8 +1,8 @@
 // NixlLists: NIXL's prepared lists of all blocks of a grid, on this side and at one peer. A handle
 // is then made from the indices of its blocks.
 //
-// From NIXL 1.4 on such a list is kept as a few strides; before, with 32 bytes for each block.
-// Thread: the transport's.
+// From NIXL 1.4 on such a list is kept as a few strides; before, with 32 bytes for each block. Up
+// to 1.4.1 the C API never frees the 8 bytes it puts around a list. Thread: the transport's.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,9 @@ namespace kvpush {
 
 class NixlLists {
  public:
-  // `scratch` holds two lists of the grid's memory kinds, whose contents are replaced. The library
-  // and the agent must outlive what is made. Errors name the side.
-  struct Scratch {
-    NixlXferList* local = nullptr;
-    NixlXferList* remote = nullptr;
-  };
+  // The library and the agent must outlive what is made. Errors name the side.
   static Result<NixlLists> prepare(const NixlLibrary& nixl, NixlAgent* agent, NixlOptArgs* args,
-                                   const std::string& peer_name, const BlockGrid& grid,
-                                   const Scratch& scratch);
+                                   const std::string& peer_name, const BlockGrid& grid);
   NixlLists(NixlLists&& other) noexcept;
   NixlLists& operator=(NixlLists&&) = delete;
   ~NixlLists();
@@ -42,7 +36,5 @@ class NixlLists {
   NixlPreparedList* local_ = nullptr;   // owned
   NixlPreparedList* remote_ = nullptr;  // owned
 };
-
-NixlMemory nixl_memory(MemoryKind kind) noexcept;
 
 }  // namespace kvpush

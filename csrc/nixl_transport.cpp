@@ -137,7 +137,7 @@ Status NixlTransport::create_reusables() {
   if (status == kNixlSuccess) status = nixl_->opt_args_set_has_notif(notify_args_, true);
   if (status == kNixlSuccess) status = nixl_->create_notif_map(&notifications_);
   for (const NixlMemory memory : {NixlMemory::kDram, NixlMemory::kVram}) {
-    NixlLists::Scratch& lists = lists_[static_cast<std::size_t>(memory)];
+    DescriptorLists& lists = scratch_[static_cast<std::size_t>(memory)];
     if (status == kNixlSuccess) status = nixl_->create_xfer_dlist(memory, &lists.local);
     if (status == kNixlSuccess) status = nixl_->create_xfer_dlist(memory, &lists.remote);
   }
@@ -145,7 +145,7 @@ Status NixlTransport::create_reusables() {
 }
 
 void NixlTransport::destroy_reusables() {
-  for (NixlLists::Scratch& lists : lists_) {
+  for (DescriptorLists& lists : scratch_) {
     if (lists.local != nullptr) nixl_->destroy_xfer_dlist(lists.local);
     if (lists.remote != nullptr) nixl_->destroy_xfer_dlist(lists.remote);
   }
@@ -363,12 +363,7 @@ Status NixlTransport::poll_notifications(std::vector<Notification>& out) {
 
 // ---- handles ---------------------------------------------------------------------------------
 
-NixlLists::Scratch NixlTransport::lists_for(MemoryKind local, MemoryKind remote) const {
-  return {lists_[static_cast<std::size_t>(nixl_memory(local))].local,
-          lists_[static_cast<std::size_t>(nixl_memory(remote))].remote};
-}
-
-Status NixlTransport::fill_lists(const CopyBatch& batch, const NixlLists::Scratch& lists) {
+Status NixlTransport::fill_lists(const CopyBatch& batch, const DescriptorLists& lists) {
   NixlStatus status = nixl_->xfer_dlist_clear(lists.local);
   if (status == kNixlSuccess) status = nixl_->xfer_dlist_clear(lists.remote);
   for (const CopyRun& run : batch.runs) {
@@ -402,7 +397,9 @@ Result<NixlXferRequest*> NixlTransport::create_from_runs(NixlOperation operation
                                                          const std::string& peer_name,
                                                          const CopyBatch& batch,
                                                          NixlOptArgs* args) {
-  const NixlLists::Scratch lists = lists_for(batch.local_kind, batch.remote_kind);
+  const DescriptorLists lists{
+      scratch_[static_cast<std::size_t>(nixl_memory(batch.local_kind))].local,
+      scratch_[static_cast<std::size_t>(nixl_memory(batch.remote_kind))].remote};
   if (Status status = fill_lists(batch, lists); !status.is_ok()) return status;
   NixlXferRequest* request = nullptr;
   const NixlStatus status = nixl_->create_xfer_req(agent_, operation, lists.local, lists.remote,
@@ -437,8 +434,7 @@ Result<ListsId> NixlTransport::prepare_lists(const std::string& peer_name, const
   if (found == peers_.end() || found->second.leaving) {
     return Status::error("cannot prepare lists for '" + peer_name + "': no such peer is connected");
   }
-  Result<NixlLists> lists = NixlLists::prepare(nixl_, agent_, plain_args_, peer_name, grid,
-                                               lists_for(grid.local.kind, grid.remote.kind));
+  Result<NixlLists> lists = NixlLists::prepare(nixl_, agent_, plain_args_, peer_name, grid);
   if (!lists.is_ok()) return lists.status();
   found->second.lists.emplace(next_lists_, std::move(lists.value()));
   return next_lists_++;

@@ -96,6 +96,12 @@ class NixlTransport final : public Transport {
     std::string peer_name;
     HandleState state = HandleState::kInProgress;
   };
+  // Of the runs of a batch, in one memory kind; kept from call to call for their capacity.
+  struct DescriptorLists {
+    NixlXferList* local = nullptr;
+    NixlXferList* remote = nullptr;
+  };
+
   NixlTransport(std::shared_ptr<const NixlLibrary> library, NixlTransportOptions options)
       : nixl_(*library), library_(std::move(library)), options_(std::move(options)) {}
   Status start();
@@ -104,8 +110,7 @@ class NixlTransport final : public Transport {
   void destroy_reusables();
 
   Status register_range(const MemoryRange& range);
-  NixlLists::Scratch lists_for(MemoryKind local, MemoryKind remote) const;
-  Status fill_lists(const CopyBatch& batch, const NixlLists::Scratch& lists);
+  Status fill_lists(const CopyBatch& batch, const DescriptorLists& lists);
   Result<NixlXferRequest*> create_request(CopyDirection direction, const std::string& peer_name,
                                           const CopyBatch& batch, BytesView payload);
   Result<NixlXferRequest*> create_from_runs(NixlOperation operation, const std::string& peer_name,
@@ -130,7 +135,7 @@ class NixlTransport final : public Transport {
   NixlOptArgs* plain_args_ = nullptr;   // the backend alone
   NixlOptArgs* notify_args_ = nullptr;  // the backend, and a notification
   NixlNotifMap* notifications_ = nullptr;
-  NixlLists::Scratch lists_[2];  // by NixlMemory; kept from call to call for their capacity
+  DescriptorLists scratch_[2];  // by NixlMemory
 
   std::vector<MemoryRange> registered_;
   std::unordered_map<std::string, Peer> peers_;

@@ -86,6 +86,11 @@ void Poster::post_part(Active& active) {
   bytes_posted_ += posted.bytes;
 }
 
+bool Poster::has_unposted() const noexcept {
+  return std::ranges::any_of(
+      queue_, [](const Active& active) { return active.next_part != active.parts.size(); });
+}
+
 bool Poster::post_next(const std::function<bool(ServeId, Session)>& may_post) {
   for (Active& active : queue_) {
     if (active.next_part == active.parts.size()) {

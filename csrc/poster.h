@@ -62,7 +62,9 @@ class Poster {
   // A plan whose buffers may be reused, to keep the steady state free of allocations.
   PatternPlan take_spare_plan();
 
+  // Jobs that have not ended, and whether a part of any is still to be posted.
   std::size_t queued() const noexcept { return queue_.size(); }
+  bool has_unposted() const noexcept;
   std::size_t handles_in_flight() const noexcept { return in_flight_; }
   std::uint64_t handles_posted() const noexcept { return handles_posted_; }
   std::uint64_t posted_from_lists() const noexcept { return posted_from_lists_; }

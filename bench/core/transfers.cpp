@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "clock.h"
 #include "nixl_library.h"
 #include "nixl_transport.h"
@@ -38,7 +39,7 @@ namespace kvpush {
 class NixlTransportTimer {
  public:
   static Status fill_lists(NixlTransport& transport, const CopyBatch& batch) {
-    return transport.fill_lists(batch, {transport.lists_[0].local, transport.lists_[0].remote});
+    return transport.fill_lists(batch, {transport.scratch_[0].local, transport.scratch_[0].remote});
   }
   static Result<NixlXferRequest*> make(NixlTransport& transport, const std::string& peer,
                                        const CopyBatch& batch, BytesView payload) {
@@ -202,7 +203,7 @@ class Wire {
     for (std::size_t i = 0; i < ids.size(); ++i)
       ids[i] = static_cast<BlockId>(3 * i);
     request.lists = make_lists(ids, ids);
-    wants_lists(request, planner);
+    KVPUSH_CHECK(wants_lists(request, planner), "these ids are scattered");
     const double before = resident_mb();
     const double seconds = prepare_lists(planner) / 1e6;
     std::ostringstream json;

@@ -392,6 +392,7 @@ Result<HandleId> SimTransport::post(CopyDirection direction, const std::string& 
     }
     bytes += run.length;
   }
+  fabric_.posted_from_lists_ += batch.lists != 0 ? 1 : 0;
   const HandleId id = fabric_.next_handle_++;
   SimFabric::Transfer& transfer = fabric_.transfers_[id];
   transfer.from = life_;

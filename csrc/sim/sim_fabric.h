@@ -84,6 +84,8 @@ class SimFabric {
   std::function<void(const Posted&)> on_posted;
   // Whether a WRITE or READ that has not ended touches this memory of a life's own.
   bool is_source_in_flight(LifeId owner, std::uint64_t address, std::uint64_t length) const;
+  // Transfers that were told as blocks of prepared lists.
+  std::uint64_t posted_from_lists() const noexcept { return posted_from_lists_; }
   // A number that is equal for equal runs.
   std::uint64_t run_hash() const noexcept { return hash_; }
   EventQueue& queue() noexcept { return queue_; }
@@ -141,6 +143,7 @@ class SimFabric {
   LifeId next_life_ = 1;
   HandleId next_handle_ = 1;
   ListsId next_lists_ = 1;
+  std::uint64_t posted_from_lists_ = 0;
   std::map<LifeId, Life> lives_;
   std::map<HandleId, Transfer> transfers_;
   std::map<std::pair<LifeId, LifeId>, TimeNs> last_arrival_;

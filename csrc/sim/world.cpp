@@ -320,6 +320,7 @@ RunResult World::run() {
       result_.violations.push_back(violation);
     }
   }
+  result_.posted_from_lists = fabric_.posted_from_lists();
   result_.hash = fabric_.run_hash() * 31 + result_.loads_done * 7 + result_.loads_failed;
   return result_;
 }

@@ -21,6 +21,7 @@ struct RunResult {
   std::uint64_t hash = 0;
   std::uint64_t loads_done = 0;
   std::uint64_t loads_failed = 0;
+  std::uint64_t posted_from_lists = 0;
   bool ok() const noexcept { return violations.empty(); }
 };
 

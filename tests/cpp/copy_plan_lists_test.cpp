@@ -262,8 +262,37 @@ TEST(CopyPlanLists, TheyComeInPiecesOfBoundedSize) {
   EXPECT_EQ(pieces(100'000), 1U);
   EXPECT_EQ(pieces(3 * 1'100), 3U);
   EXPECT_EQ(pieces(2 * 1'100 - 1), 8U);
-  EXPECT_EQ(pieces(500), 8U);  // one base is as little as can be
-  EXPECT_EQ(pieces(200), 0U);  // but not any number of blocks
+  EXPECT_EQ(pieces(600), 8U);  // one base is as little as can be
+  EXPECT_EQ(pieces(500), 0U);  // but not any number of blocks
+}
+
+// A region of one block need have no stride: nothing tells its blocks apart.
+TEST(CopyPlanLists, BlocksWithoutADistanceDoWithout) {
+  for (const bool local_is_producer : {true, false}) {
+    for (const bool theirs : {true, false}) {
+      std::vector<Region> from = make_rank(kProducerBase, {.layers = 300, .blocks = 400});
+      std::vector<Region> to = make_rank(kConsumerBase, {.layers = 300, .blocks = 400});
+      for (Region& region : theirs ? to : from) {
+        region.num_blocks = 1;
+        region.block_stride = 0;
+      }
+      const Result<Assignment> assigned = assign_writers({&from, 1}, {&to, 1});
+      ASSERT_TRUE(assigned.is_ok()) << assigned.message();
+      CopyPlanner planner(local_is_producer ? from : to, local_is_producer ? to : from,
+                          assigned.value().pairs(0, 0), local_is_producer);
+      for (int round = 0; round < 2; ++round) {
+        const PatternPlan plan = plan_of(planner, {0, 16}, {{0, {0}}}, {{0, {0}}});
+        EXPECT_FALSE(planner.wants_lists());
+        EXPECT_EQ(post(plan, kNoLimits, {}).runs.size(), 300U);
+      }
+    }
+  }
+}
+
+TEST(CopyPlanLists, ARuleWithoutALeastStillNeedsBlocksThatFit) {
+  CopyPlanner planner = make_planner({}, {}, {.min_descriptors = 0, .max_blocks = 100});
+  plan_of(planner, {0, 48}, {{0, {5, 3, 1}}}, {{0, {2, 9, 4}}});
+  EXPECT_FALSE(planner.wants_lists());
 }
 
 TEST(CopyPlanLists, WhereOneCantBeHadTheRestIsNotTried) {

@@ -406,6 +406,26 @@ TEST(CopyPlan, BlockIdsOutOfRangeAreRefusedOnEitherSide) {
   }
 }
 
+// The list is as long as a message may name with a few runs.
+TEST(CopyPlan, BlockIdsOutOfRangeCostNoMemory) {
+  if (!kCountsAllocations) GTEST_SKIP() << "a sanitizer owns the allocator";
+  const auto [producer, consumer] = one_layer({.blocks = 1'000}, {.blocks = 1'000});
+  std::vector<BlockId> ids = falling(1, 1U << 20);
+  ids.back() = 1U << 27;
+  const BlockTable bad = table(std::move(ids));
+  const BlockTable good = table({1});
+  const TokenSpan span{0, 16U << 20};
+  CopyPlanner planner = make_planner(producer, consumer);
+  PatternPlan plan;
+  for (const bool theirs : {true, false}) {
+    const std::uint64_t before = allocated_bytes;
+    const Status status =
+        planner.plan_pattern(span, theirs ? good : bad, theirs ? bad : good, plan);
+    EXPECT_NE(status.message().find("block id 134217728"), std::string::npos) << status.message();
+    EXPECT_LT(allocated_bytes - before, 100'000U);
+  }
+}
+
 TEST(CopyPlan, AGroupThatIsNotInTheTableIsRefused) {
   auto [producer, consumer] = one_layer();
   consumer[0].group = 3;

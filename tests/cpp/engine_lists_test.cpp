@@ -94,6 +94,28 @@ TEST_F(EngineListsTest, ALostPeersListsMakeRoomForAnothers) {
   EXPECT_EQ(p.engine->counters().posted_from_lists, 1U);
 }
 
+// As over shared memory to a process that is stopped: that one transfer must not keep all peers
+// from having lists.
+TEST_F(EngineListsTest, ATransferThatDoesNotEndDelaysThemOnly) {
+  sim::FabricFaults slow;
+  slow.write_max = 1'000 * kSecond;
+  sim::SimFabric other{queue, sim::Random(1), slow};
+  ranks.push_back(std::make_unique<TestRank>(queue, other, "P", 10, config(false)));
+  ranks.push_back(std::make_unique<TestRank>(queue, other, "D", 20, config(false)));
+  TestRank& p = *ranks[0];
+  TestRank& d = *ranks[1];
+  meet(d, p);
+  p.offer(1, key_of("r"), {1, 5, 3});
+  d.grant(1, 100, key_of("r"), {7, 2, 4}, {10});
+  pass(50 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().handles_in_flight, 1U);
+  EXPECT_EQ(p.transport->counts().lists, 0U);
+  pass(100 * kMillisecond);
+  EXPECT_EQ(p.engine->counters().handles_in_flight, 1U);
+  EXPECT_EQ(p.transport->counts().lists, 1U);
+  ranks.clear();  // before their fabric
+}
+
 // The transport forgets lists when it loads a peer anew, which may happen behind the planner's
 // back.
 TEST_F(EngineListsTest, WhatTheTransportHasForgottenIsPostedAsRuns) {

@@ -61,12 +61,14 @@ int main(int argc, char** argv) {
   std::uint64_t failed = 0;
   std::uint64_t done = 0;
   std::uint64_t not_done = 0;
+  std::uint64_t listed = 0;
   for (std::uint64_t seed = first; seed <= last; ++seed) {
     const bool pull = mode.empty() ? kvpush::sim::seed_pulls(seed) : mode == "pull";
     kvpush::sim::World world(seed, verbose, pull);
     const kvpush::sim::RunResult result = world.run();
     done += result.loads_done;
     not_done += result.loads_failed;
+    listed += result.posted_from_lists;
     ++(result.ok() ? passed : failed);
     if (!result.ok()) {
       std::printf("seed %" PRIu64 " (%s) failed: %s\n", seed, pull ? "pull" : "push",
@@ -81,7 +83,7 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
   }
   std::printf("%" PRIu64 " passed, %" PRIu64 " failed (%" PRIu64 " loads done, %" PRIu64
-              " ended otherwise)\n",
-              passed, failed, done, not_done);
+              " ended otherwise, %" PRIu64 " posts from lists)\n",
+              passed, failed, done, not_done, listed);
   return failed == 0 ? 0 : 1;
 }

@@ -19,7 +19,8 @@ SIMULATOR = Path(
 SEEDS = 20_000
 SOAK_SEEDS = 1_000_000
 CLOSING_LINE = re.compile(
-    r"^(\d+) passed, (\d+) failed \((\d+) loads done, (\d+) ended otherwise\)$"
+    r"^(\d+) passed, (\d+) failed "
+    r"\((\d+) loads done, (\d+) ended otherwise, (\d+) posts from lists\)$"
 )
 
 
@@ -41,11 +42,14 @@ def simulate(first: int, last: int, *options: str) -> str:
     return result.stdout
 
 
-def simulate_all(first: int, count: int) -> tuple[int, int]:
-    """Runs a range on all cores; gives how many loads were done, and how many ended otherwise."""
+def simulate_all(first: int, count: int) -> tuple[int, int, int]:
+    """Runs a range on all cores; gives how many loads were done, and how many ended otherwise.
+
+    And how many posts named prepared lists.
+    """
     workers = os.cpu_count() or 1
     edges = [first + count * i // workers for i in range(workers + 1)]
-    done = otherwise = passed = 0
+    done = otherwise = listed = passed = 0
     with ThreadPoolExecutor(workers) as pool:
         for output in pool.map(simulate, edges[:-1], [edge - 1 for edge in edges[1:]]):
             match = CLOSING_LINE.match(output.strip().splitlines()[-1])
@@ -53,8 +57,9 @@ def simulate_all(first: int, count: int) -> tuple[int, int]:
             passed += int(match[1])
             done += int(match[3])
             otherwise += int(match[4])
+            listed += int(match[5])
     assert passed == count
-    return done, otherwise
+    return done, otherwise, listed
 
 
 def known_seeds() -> list[int]:
@@ -65,10 +70,11 @@ def known_seeds() -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_fixed_seeds() -> None:
-    done, otherwise = simulate_all(1, SEEDS)
+    done, otherwise, listed = simulate_all(1, SEEDS)
     # A world in which nothing succeeds, or nothing goes wrong, shows nothing.
     assert done > SEEDS
     assert otherwise > SEEDS
+    assert listed > SEEDS
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

@@ -16,6 +16,7 @@ constexpr bool kCountsAllocations = true;
 
 namespace {
 thread_local std::uint64_t allocations = 0;
+thread_local std::uint64_t allocated_bytes = 0;
 }  // namespace
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -23,6 +24,7 @@ thread_local std::uint64_t allocations = 0;
 // delete.
 [[gnu::noinline]] void* operator new(std::size_t size) {
   ++allocations;
+  allocated_bytes += size;
   void* memory = std::malloc(std::max<std::size_t>(size, 1));
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
