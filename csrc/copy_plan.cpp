@@ -126,9 +126,7 @@ PreparedClass prepare(GeometryClass&& geometry_class) {
   PreparedClass entry;
   entry.geometry_class = std::move(geometry_class);
   entry.whole_blocks = entry.geometry().has_block_shape();
-  if (entry.whole_blocks && entry.geometry_class.block.axis_count == 0) {
-    entry.lists = ClassLists(entry.geometry_class);
-  }
+  if (entry.whole_blocks) entry.lists = ClassLists(entry.geometry_class);
   std::size_t room = 1;
   for (const PairGeometry& geometry : entry.geometry_class.geometries) {
     const std::size_t page =
@@ -202,7 +200,7 @@ class CopyPlanner::Impl {
       const PreparedClass& entry = classes_[wanting_];
       const ListsPiece* piece = entry.lists.untried();
       if (piece == nullptr) continue;
-      wanted_ = grid_of(entry.geometry_class, *piece, local_is_producer_);
+      wanted_ = entry.lists.grid_of(entry.geometry_class, *piece, local_is_producer_);
       return &wanted_;
     }
     return nullptr;
@@ -437,11 +435,11 @@ class CopyPlanner::Impl {
     section.local_device = geometry.producer_device;
     section.remote_kind = geometry.consumer_memory;
     section.remote_device = geometry.consumer_device;
-    section.block_bytes = entry.copies_whole_blocks() ? entry.shapes[kBlockShape].length : 0;
+    section.block_bytes = entry.shapes[kBlockShape].length;
     section.local_stride = geometry.producer.block_stride;
     section.remote_stride = geometry.consumer.block_stride;
-    section.local_num_blocks = narrow(geometry.producer.num_blocks);
-    section.remote_num_blocks = narrow(geometry.consumer.num_blocks);
+    section.local_num_blocks = entry.lists.producer_blocks();
+    section.remote_num_blocks = entry.lists.consumer_blocks();
     if (!local_is_producer_) {
       std::swap(section.local_kind, section.remote_kind);
       std::swap(section.local_device, section.remote_device);

@@ -1,6 +1,7 @@
 #include "copy_plan_lists.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "check.h"
@@ -14,26 +15,47 @@ constexpr std::uint64_t kMaxBlocksPerRun = 4;
 // A base with more blocks than this many times what lists may have does without.
 constexpr std::uint64_t kMaxOversize = 2;
 
+// How many blocks of `length` bytes one base of this side has in a row, all at its stride; 0: they
+// are not.
+std::uint32_t blocks_in_a_row(const SideGeometry& side, const Shape& block,
+                              std::uint64_t axis_stride) {
+  // A region of one block may have any stride, even none: an index would not tell its address.
+  if (side.block_stride < block.length) return 0;
+  if (block.axis_count == 0) return side.num_blocks;
+  const std::uint64_t blocks = side.num_blocks * block.axes[0].extent;
+  const bool dense = axis_stride == side.num_blocks * side.block_stride;
+  return dense && blocks <= std::numeric_limits<std::uint32_t>::max()
+             ? static_cast<std::uint32_t>(blocks)
+             : 0;
+}
+
 }  // namespace
 
 ClassLists::ClassLists(const GeometryClass& geometry_class) {
+  const Shape& block = geometry_class.block;
+  if (block.axis_count > 1) return;
   const PairGeometry& geometry = geometry_class.geometry();
-  const std::uint64_t length = geometry_class.block.length;
-  // A region of one block may have any stride, even none: an index would not tell its address.
-  if (geometry.consumer.block_stride < length || geometry.producer.block_stride < length) return;
+  const Axis axis = block.axes[0];
+  const std::uint32_t consumer = blocks_in_a_row(geometry.consumer, block, axis.consumer_stride);
+  const std::uint32_t producer = blocks_in_a_row(geometry.producer, block, axis.producer_stride);
+  if (consumer == 0 || producer == 0) return;
   bases_ = geometry_class.bases.size();
-  blocks_ = std::max(geometry.consumer.num_blocks, geometry.producer.num_blocks);
+  consumer_blocks_ = consumer;
+  producer_blocks_ = producer;
+  if (block.axis_count == 1) pieces_of_block_ = axis.extent;
 }
 
 // How many bases may share lists; 0: not even one can have any.
 std::uint64_t ClassLists::bases_per_piece(const ListsRule& rule) const {
-  if (blocks_ == 0 || blocks_ > rule.max_blocks * kMaxOversize) return 0;
-  return std::min<std::uint64_t>(std::max<std::uint64_t>(rule.max_blocks / blocks_, 1), bases_);
+  const std::uint64_t blocks = std::max(consumer_blocks_, producer_blocks_);
+  if (blocks == 0 || blocks > rule.max_blocks * kMaxOversize) return 0;
+  return std::min<std::uint64_t>(std::max<std::uint64_t>(rule.max_blocks / blocks, 1), bases_);
 }
 
 bool ClassLists::are_of_use(const ListsRule& rule, std::uint64_t runs, std::uint64_t blocks) const {
   const std::uint64_t bases = bases_per_piece(rule);
-  return bases != 0 && blocks <= runs * kMaxBlocksPerRun && runs * bases >= rule.min_descriptors;
+  return bases != 0 && blocks * pieces_of_block_ <= runs * kMaxBlocksPerRun &&
+         runs * bases >= rule.min_descriptors;
 }
 
 void ClassLists::want(const ListsRule& rule) {
@@ -59,20 +81,20 @@ void ClassLists::set_tried(ListsId lists) {
   tried_ = lists == 0 ? pieces_.size() : tried_ + 1;
 }
 
-BlockGrid grid_of(const GeometryClass& geometry_class, const ListsPiece& piece,
-                  bool local_is_producer) {
+BlockGrid ClassLists::grid_of(const GeometryClass& geometry_class, const ListsPiece& piece,
+                              bool local_is_producer) const {
   const PairGeometry& geometry = geometry_class.geometry();
   BlockGrid grid;
   grid.block_bytes = geometry_class.block.length;
   grid.local = {geometry.producer_memory,
                 geometry.producer_device,
                 geometry.producer.block_stride,
-                geometry.producer.num_blocks,
+                producer_blocks_,
                 {}};
   grid.remote = {geometry.consumer_memory,
                  geometry.consumer_device,
                  geometry.consumer.block_stride,
-                 geometry.consumer.num_blocks,
+                 consumer_blocks_,
                  {}};
   for (std::uint32_t i = piece.bases_begin; i < piece.bases_end; ++i) {
     grid.local.bases.push_back(geometry_class.bases[i].producer);

@@ -28,6 +28,7 @@ struct Side {
   std::uint32_t tokens = 16;
   std::uint64_t gap = 0;     // between blocks
   bool two_classes = false;  // every other layer has twice the heads
+  bool halves = false;       // all keys, then all values
 };
 
 std::vector<Region> make_rank(std::uint64_t base, const Side& side) {
@@ -44,6 +45,8 @@ std::vector<Region> make_rank(std::uint64_t base, const Side& side) {
     region.head_stride = kTokenBytes;
     region.token_stride = kTokenBytes * region.heads;
     region.block_stride = region.token_stride * side.tokens + side.gap;
+    region.components = side.halves ? 2 : 1;
+    region.component_stride = region.block_stride * side.blocks;
     regions.push_back(std::move(region));
   }
   return regions;
@@ -199,6 +202,23 @@ TEST(CopyPlanLists, PartsOfBlocksGoBesideThem) {
   EXPECT_EQ(normal(after.runs), normal(before.runs));
 }
 
+TEST(CopyPlanLists, KeysAndValuesInHalvesAreBlocksOfOneRow) {
+  std::mt19937 random{9};  // NOLINT: the same in each run
+  CopyPlanner planner = make_planner({.halves = true}, {.blocks = 1'200, .halves = true}, {});
+  const BlockTable local{{0, some_blocks(1'000, 300, random)}};
+  const BlockTable remote{{0, some_blocks(1'200, 300, random)}};
+  Grids grids;
+  const Posted before = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
+  prepare(planner, grids);
+  ASSERT_EQ(grids.size(), 1U);
+  EXPECT_EQ(grids.at(1).local.num_blocks, 2'000U);
+  EXPECT_EQ(grids.at(1).remote.num_blocks, 2'400U);
+  const Posted after = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
+  EXPECT_EQ(after.listed, 1U);
+  EXPECT_EQ(after.others, 1U);
+  EXPECT_EQ(normal(after.runs), normal(before.runs));
+}
+
 TEST(CopyPlanLists, FewOrAdjoiningBlocksDoWithout) {
   std::mt19937 random{3};  // NOLINT: the same in each run
   CopyPlanner planner = make_planner({}, {}, {.min_descriptors = 8 * 20});
@@ -319,9 +339,10 @@ void compare_with_and_without(std::uint32_t seed, std::size_t& listed, std::size
     return static_cast<std::uint32_t>(random() % n) + 1;
   };
   Side producer{.layers = upto(9), .blocks = 30 + upto(60), .tokens = upto(4) * 4};
+  producer.two_classes = upto(2) == 1;
+  producer.halves = upto(2) == 1;
   Side consumer = producer;
   consumer.blocks = 30 + upto(60);
-  producer.two_classes = consumer.two_classes = upto(2) == 1;
   if (upto(3) == 1) producer.gap = kTokenBytes * upto(3);
   if (upto(3) == 1) consumer.gap = kTokenBytes * upto(3);
   const bool local_is_producer = upto(2) == 1;
