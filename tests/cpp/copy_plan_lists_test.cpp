@@ -170,53 +170,69 @@ Posted post(PatternPlan plan, const PlanParts::Limits& limits, const Grids& grid
   return posted;
 }
 
-TEST(CopyPlanLists, ScatteredBlocksComeFromThemOnceTheyArePrepared) {
-  std::mt19937 random{1};  // NOLINT: the same in each run
-  CopyPlanner planner = make_planner({}, {}, {});
-  const BlockTable local{{0, some_blocks(1'000, 300, random)}};
-  const BlockTable remote{{0, some_blocks(1'000, 300, random)}};
-  Grids grids;
-  const Posted before = post(plan_of(planner, {0, 4'800}, local, remote), kNoLimits, grids);
+// A request and what is copied for it before there are lists and after.
+struct Request {
+  TokenSpan span;
+  BlockTable local;
+  BlockTable remote;
+  PlanParts::Limits limits = kNoLimits;
+};
+
+Request scattered(TokenSpan span, std::uint32_t local_pool, std::uint32_t remote_pool,
+                  std::uint32_t seed) {
+  std::mt19937 random{seed};
+  Request request;
+  request.span = span;
+  request.local = {{0, some_blocks(local_pool, 300, random)}};
+  request.remote = {{0, some_blocks(remote_pool, 300, random)}};
+  return request;
+}
+
+template <typename Refuse>
+Posted compare(CopyPlanner& planner, const Request& request, Grids& grids, const Refuse& refuse) {
+  const auto copy = [&] {
+    return post(plan_of(planner, request.span, request.local, request.remote), request.limits,
+                grids);
+  };
+  const Posted before = copy();
   EXPECT_EQ(before.listed, 0U);
-  prepare(planner, grids);
+  prepare(planner, grids, refuse);
+  Posted after = copy();
+  EXPECT_EQ(normal(after.runs), normal(before.runs));
+  return after;
+}
+Posted compare(CopyPlanner& planner, const Request& request, Grids& grids) {
+  return compare(planner, request, grids, [] { return false; });
+}
+
+TEST(CopyPlanLists, ScatteredBlocksComeFromThemOnceTheyArePrepared) {
+  CopyPlanner planner = make_planner({}, {}, {});
+  Grids grids;
+  const Posted posted = compare(planner, scattered({0, 4'800}, 1'000, 1'000, 1), grids);
+  EXPECT_EQ(posted.listed, 1U);
+  EXPECT_EQ(posted.others, 0U);
   ASSERT_EQ(grids.size(), 1U);
   EXPECT_EQ(grids.at(1).local.size(), 8'000U);
   EXPECT_EQ(grids.at(1).block_bytes, 16 * kTokenBytes);
-  const Posted after = post(plan_of(planner, {0, 4'800}, local, remote), kNoLimits, grids);
-  EXPECT_EQ(after.listed, 1U);
-  EXPECT_EQ(after.others, 0U);
-  EXPECT_EQ(normal(after.runs), normal(before.runs));
 }
 
 TEST(CopyPlanLists, PartsOfBlocksGoBesideThem) {
-  std::mt19937 random{2};  // NOLINT: the same in each run
   CopyPlanner planner = make_planner({}, {}, {});
-  const BlockTable local{{0, some_blocks(1'000, 300, random)}};
-  const BlockTable remote{{0, some_blocks(1'000, 300, random)}};
   Grids grids;
-  const Posted before = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
-  prepare(planner, grids);
-  const Posted after = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
-  EXPECT_EQ(after.listed, 1U);
-  EXPECT_EQ(after.others, 1U);
-  EXPECT_EQ(normal(after.runs), normal(before.runs));
+  const Posted posted = compare(planner, scattered({5, 4'790}, 1'000, 1'000, 2), grids);
+  EXPECT_EQ(posted.listed, 1U);
+  EXPECT_EQ(posted.others, 1U);
 }
 
 TEST(CopyPlanLists, KeysAndValuesInHalvesAreBlocksOfOneRow) {
-  std::mt19937 random{9};  // NOLINT: the same in each run
   CopyPlanner planner = make_planner({.halves = true}, {.blocks = 1'200, .halves = true}, {});
-  const BlockTable local{{0, some_blocks(1'000, 300, random)}};
-  const BlockTable remote{{0, some_blocks(1'200, 300, random)}};
   Grids grids;
-  const Posted before = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
-  prepare(planner, grids);
+  const Posted posted = compare(planner, scattered({5, 4'790}, 1'000, 1'200, 9), grids);
+  EXPECT_EQ(posted.listed, 1U);
+  EXPECT_EQ(posted.others, 1U);
   ASSERT_EQ(grids.size(), 1U);
   EXPECT_EQ(grids.at(1).local.num_blocks, 2'000U);
   EXPECT_EQ(grids.at(1).remote.num_blocks, 2'400U);
-  const Posted after = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
-  EXPECT_EQ(after.listed, 1U);
-  EXPECT_EQ(after.others, 1U);
-  EXPECT_EQ(normal(after.runs), normal(before.runs));
 }
 
 TEST(CopyPlanLists, FewOrAdjoiningBlocksDoWithout) {
@@ -316,19 +332,14 @@ TEST(CopyPlanLists, ARuleWithoutALeastStillNeedsBlocksThatFit) {
 }
 
 TEST(CopyPlanLists, WhereOneCantBeHadTheRestIsNotTried) {
-  std::mt19937 random{6};  // NOLINT: the same in each run
   CopyPlanner planner = make_planner({}, {}, {1, 2'000});
-  const BlockTable local{{0, some_blocks(1'000, 300, random)}};
-  const BlockTable remote{{0, some_blocks(1'000, 300, random)}};
-  const Posted before = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, {});
   Grids grids;
   int asked = 0;
-  prepare(planner, grids, [&asked] { return ++asked == 3; });
+  const Posted posted = compare(planner, scattered({5, 4'790}, 1'000, 1'000, 6), grids,
+                                [&asked] { return ++asked == 3; });
   EXPECT_EQ(asked, 3);
   EXPECT_EQ(grids.size(), 2U);  // of four
-  const Posted after = post(plan_of(planner, {5, 4'790}, local, remote), kNoLimits, grids);
-  EXPECT_EQ(after.listed, 2U);
-  EXPECT_EQ(normal(after.runs), normal(before.runs));
+  EXPECT_EQ(posted.listed, 2U);
   EXPECT_FALSE(planner.wants_lists());
 }
 
@@ -361,27 +372,26 @@ void compare_with_and_without(std::uint32_t seed, std::size_t& listed, std::size
   }
   if (upto(4) == 1) to[upto(blocks) - 1] = kNoBlock;
   const std::uint32_t begin = upto(producer.tokens * 2) - 1;
-  const TokenSpan span{begin,
-                       std::max(begin, blocks * producer.tokens - upto(producer.tokens) + 1)};
-  const BlockTable local{{0, local_is_producer ? from : to}};
-  const BlockTable remote{{0, local_is_producer ? to : from}};
-  const PlanParts::Limits limits{upto(40), upto(3) == 1 ? kTokenBytes * upto(100) : 1U << 30};
+  Request request;
+  request.span = {begin, std::max(begin, blocks * producer.tokens - upto(producer.tokens) + 1)};
+  request.local = {{0, local_is_producer ? from : to}};
+  request.remote = {{0, local_is_producer ? to : from}};
+  request.limits = {upto(40), upto(3) == 1 ? kTokenBytes * upto(100) : 1U << 30};
 
   CopyPlanner planner = make_planner(producer, consumer, {upto(20), upto(400)}, local_is_producer);
-  const Posted before = post(plan_of(planner, span, local, remote), limits, {});
   Grids grids;
-  prepare(planner, grids, [&] { return upto(8) == 1; });
-  const Posted after = post(plan_of(planner, span, local, remote), limits, grids);
-  EXPECT_EQ(normal(after.runs), normal(before.runs)) << "seed " << seed;
-  listed += after.listed;
-  adjoining += after.adjoining ? 1 : 0;
+  const Posted posted = compare(planner, request, grids, [&] { return upto(8) == 1; });
+  listed += posted.listed;
+  adjoining += posted.adjoining ? 1 : 0;
 }
 
 TEST(CopyPlanLists, CopyWhatThePlanWithoutThemCopies) {
   std::size_t listed = 0;
   std::size_t adjoining = 0;
-  for (std::uint32_t seed = 0; seed < 3'000 && !HasFailure(); ++seed)
+  for (std::uint32_t seed = 0; seed < 3'000 && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
     compare_with_and_without(seed, listed, adjoining);
+  }
   EXPECT_GT(listed, 1'000U);
   EXPECT_GT(adjoining, 100U);
 }
