@@ -648,8 +648,8 @@ void Engine::lose_peer(Session session, const std::string& why, bool writes_no_m
       writes_no_more ? now : found->second.last_sent + config_.peer_timeout + config_.fence_margin;
   transport_.remove_peer(found->second.name);
   wanting_lists_.erase(session);
-  if (found->second.met) {
-    remember_over(session, found->second.their_meeting);
+  if (const std::uint64_t meeting = found->second.their_meeting; meeting != 0) {
+    remember_over(session, found->second.met ? meeting : meeting - 1);
   }
   prepared_blocks_ -= found->second.prepared_blocks;
   peers_.erase(found);

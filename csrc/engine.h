@@ -20,7 +20,8 @@
 // one ends, on the producer, whatever belonged to an older: the consumer has waited for its fence
 // and given those blocks back, and messages of the older meeting may still be on the way. One that
 // ended because the producer has lost the consumer is not taken up again either, once the consumer
-// knew that it had begun: what was revoked in it is forgotten, and a GRANT may come late.
+// knew that it had begun: what was revoked in it is forgotten, and a GRANT may come late. Older
+// ones never are.
 #pragma once
 
 #include <cstdint>

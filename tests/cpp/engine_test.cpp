@@ -430,7 +430,14 @@ TEST_F(EngineTest, AMeetingThatTheProducerHasEndedDoesNotGoOn) {
   EXPECT_EQ(p.engine->counters().peers, 0U) << "D has used this meeting";
   say(grant);
   EXPECT_EQ(p.engine->counters().served_live, 0U);
+  hello.meeting = 3;
+  say(hello);
+  EXPECT_EQ(p.engine->counters().peers, 1U);
+  say(goodbye);
   hello.meeting = 2;
+  say(hello);
+  EXPECT_EQ(p.engine->counters().peers, 0U) << "older than the one that was lost";
+  hello.meeting = 3;
   say(hello);
   EXPECT_EQ(p.engine->counters().peers, 1U);
 }
