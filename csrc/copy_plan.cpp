@@ -101,10 +101,6 @@ class MovedRuns {
   std::uint64_t remote_;
 };
 
-std::uint32_t narrow(std::uint64_t value) {
-  return static_cast<std::uint32_t>(value);
-}
-
 bool goes_on(const CopyRun& last, const CopyRun& run) {
   return last.local_address + last.length == run.local_address &&
          last.remote_address + last.length == run.remote_address;
@@ -190,20 +186,14 @@ class CopyPlanner::Impl {
 
   void set_lists_rule(const ListsRule& rule) { lists_rule_ = rule; }
 
-  bool wants_lists() const {
-    return std::ranges::any_of(
-        classes_, [](const PreparedClass& entry) { return entry.lists.untried() != nullptr; });
-  }
+  bool wants_lists() const { return first_wanting() != classes_.size(); }
 
   const BlockGrid* wanted_grid() {
-    for (wanting_ = 0; wanting_ < classes_.size(); ++wanting_) {
-      const PreparedClass& entry = classes_[wanting_];
-      const ListsPiece* piece = entry.lists.untried();
-      if (piece == nullptr) continue;
-      wanted_ = entry.lists.grid_of(entry.geometry_class, *piece, local_is_producer_);
-      return &wanted_;
-    }
-    return nullptr;
+    wanting_ = first_wanting();
+    if (wanting_ == classes_.size()) return nullptr;
+    const PreparedClass& entry = classes_[wanting_];
+    wanted_ = entry.lists.grid_of(entry.geometry_class, *entry.lists.untried(), local_is_producer_);
+    return &wanted_;
   }
 
   void set_lists(ListsId lists) {
@@ -213,6 +203,11 @@ class CopyPlanner::Impl {
   }
 
  private:
+  std::size_t first_wanting() const {
+    const auto wants = [](const PreparedClass& entry) { return entry.lists.untried() != nullptr; };
+    return static_cast<std::size_t>(std::ranges::find_if(classes_, wants) - classes_.begin());
+  }
+
   Status check_range(const PreparedClass& entry) const {
     const BlockMatcher& matcher = matchers_[entry.matcher];
     const PairGeometry& geometry = entry.geometry();
@@ -409,7 +404,7 @@ class CopyPlanner::Impl {
                     PatternPlan& out) {
     const std::vector<Base>& bases = entry.geometry_class.bases;
     const PatternPlan::Section section = section_of(entry, runs_begin, out);
-    const std::size_t first_base = out.bases.size();
+    const auto first_base = static_cast<std::uint32_t>(out.bases.size());
     for (const Base& base : bases) {
       out.bases.push_back({local_is_producer_ ? base.producer : base.consumer,
                            local_is_producer_ ? base.consumer : base.producer});
@@ -424,7 +419,7 @@ class CopyPlanner::Impl {
       entry.lists.want(lists_rule_);
       if (entry.lists.has_any()) return add_pieces(entry, section, first_base, out);
     }
-    add_section(section, first_base, out.bases.size(), 0, out);
+    add_section(section, first_base, first_base + static_cast<std::uint32_t>(bases.size()), 0, out);
   }
 
   PatternPlan::Section section_of(const PreparedClass& entry, std::uint32_t runs_begin,
@@ -447,20 +442,20 @@ class CopyPlanner::Impl {
       std::swap(section.local_num_blocks, section.remote_num_blocks);
     }
     section.runs_begin = runs_begin;
-    section.runs_end = narrow(out.runs.size());
+    section.runs_end = static_cast<std::uint32_t>(out.runs.size());
     return section;
   }
 
-  static void add_section(PatternPlan::Section section, std::size_t bases_begin,
-                          std::size_t bases_end, ListsId lists, PatternPlan& out) {
-    section.bases_begin = narrow(bases_begin);
-    section.bases_end = narrow(bases_end);
+  static void add_section(PatternPlan::Section section, std::uint32_t bases_begin,
+                          std::uint32_t bases_end, ListsId lists, PatternPlan& out) {
+    section.bases_begin = bases_begin;
+    section.bases_end = bases_end;
     section.lists = lists;
     out.sections.push_back(section);
   }
 
   static void add_pieces(const PreparedClass& entry, const PatternPlan::Section& section,
-                         std::size_t first_base, PatternPlan& out) {
+                         std::uint32_t first_base, PatternPlan& out) {
     for (const ListsPiece& piece : entry.lists.pieces()) {
       add_section(section, first_base + piece.bases_begin, first_base + piece.bases_end,
                   piece.lists, out);

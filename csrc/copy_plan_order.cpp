@@ -33,14 +33,10 @@ std::span<const PlacedBlock> BlockOrder::sort(std::span<const BlockId> ids, Bloc
   return {blocks_.data(), size_};
 }
 
-PlacedBlock* BlockOrder::make_room(std::size_t count) {
-  if (blocks_.size() < count) blocks_.resize(count);
-  return blocks_.data();
-}
-
 // False where they do not rise.
 bool BlockOrder::take_rising(std::span<const BlockId> ids) {
-  PlacedBlock* const out = make_room(ids.size());
+  if (blocks_.size() < ids.size()) blocks_.resize(ids.size());
+  PlacedBlock* const out = blocks_.data();
   std::size_t count = 0;
   BlockId previous = 0;
   for (std::size_t place = 0; place < ids.size(); ++place) {

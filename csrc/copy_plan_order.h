@@ -29,10 +29,8 @@ class BlockOrder {
   void collect_marked();
   void take_any(std::span<const BlockId> ids);
   void sort_by_digits(BlockId largest);
-  // Room for `count` blocks in blocks_, which only grows.
-  PlacedBlock* make_room(std::size_t count);
 
-  std::vector<PlacedBlock> blocks_;  // the first size_ are the result
+  std::vector<PlacedBlock> blocks_;  // the first size_ are the result; only grows
   std::size_t size_ = 0;
   std::vector<PlacedBlock> spare_;
   std::vector<std::uint64_t> marked_;  // a bit for each id

@@ -784,10 +784,10 @@ bool Engine::has_time_for_lists() const {
 // Prepares one of the lists that plans could have used, if any.
 bool Engine::prepare_lists() {
   while (!wanting_lists_.empty()) {
-    const auto peer = peers_.find(*wanting_lists_.begin());
-    if (peer != peers_.end()) {
-      if (prepare_lists(peer->second, peer->second.planner.get())) return true;
-      if (prepare_lists(peer->second, peer->second.reader.get())) return true;
+    Peer& peer = peers_.at(*wanting_lists_.begin());
+    if (prepare_lists(peer, peer.planner.get()) || prepare_lists(peer, peer.reader.get())) {
+      lists_wanted_ = clock_.now();
+      return true;
     }
     wanting_lists_.erase(wanting_lists_.begin());
   }
@@ -821,7 +821,6 @@ Activity Engine::tick() {
     settle_rewinds();
   }
   if (!progress && has_time_for_lists() && prepare_lists()) {
-    lists_wanted_ = clock_.now();
     return Activity::kBusy;
   }
   if (progress || poster_.queued() != 0 || reader_.queued() != 0) {

@@ -299,8 +299,8 @@ class Engine {
   // forgotten.
   std::unordered_map<Session, std::uint64_t> over_;
   std::deque<Session> over_order_;
-  std::set<Session> wanting_lists_;
-  TimeNs lists_wanted_ = 0;            // since when; 0: they are not
+  std::set<Session> wanting_lists_;    // of the peers
+  TimeNs lists_wanted_ = 0;            // since when, or since the last piece of them
   std::uint64_t prepared_blocks_ = 0;  // in all peers' lists
   TimeNs next_timers_ = 0;
   bool stopping_ = false;

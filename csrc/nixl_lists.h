@@ -5,8 +5,6 @@
 // to 1.4.1 the C API never frees the 8 bytes it puts around a list. Thread: the transport's.
 #pragma once
 
-#include <cstdint>
-#include <span>
 #include <string>
 
 #include "memory.h"

@@ -170,12 +170,8 @@ NixlTransport::~NixlTransport() {
     // NIXL's code must stay too; it does, as libraries are never closed.
     return;
   }
-  if (agent_ != nullptr) {
-    for (auto& [name, peer] : peers_) {
-      peer.lists.clear();
-      nixl_->invalidate_remote_md(agent_, name.c_str());
-    }
-  }
+  while (!peers_.empty())
+    forget_peer(peers_.begin()->first);
   destroy_reusables();
   if (agent_ != nullptr) nixl_->destroy_agent(agent_);
 }
@@ -442,7 +438,7 @@ Result<ListsId> NixlTransport::prepare_lists(const std::string& peer_name, const
 
 bool NixlTransport::has_lists(const std::string& peer_name, ListsId lists) const {
   const auto found = peers_.find(peer_name);
-  return lists != 0 && found != peers_.end() && found->second.lists.contains(lists);
+  return found != peers_.end() && found->second.lists.contains(lists);
 }
 
 Result<HandleId> NixlTransport::post(CopyDirection direction, const std::string& peer_name,

@@ -53,7 +53,8 @@ void Poster::drop_rest(Active& active, Reason reason, std::string detail) {
 
 void Poster::post_part(Active& active) {
   const std::string& peer = active.job.peer_name;
-  const bool listed = transport_.has_lists(peer, active.parts.lists(active.next_part));
+  const ListsId lists = active.parts.lists(active.next_part);
+  const bool listed = lists != 0 && transport_.has_lists(peer, lists);
   const CopyBatch batch = listed ? active.parts.spell_blocks(active.next_part, buffers_)
                                  : active.parts.spell_out(active.next_part, buffers_.runs);
   Bytes payload;

@@ -55,6 +55,7 @@ namespace {
 
 constexpr std::uint32_t kMostRegions = 128;
 constexpr std::uint64_t kMemoryBytes = std::uint64_t{kMostRegions} * kPoolBlocks * kBlockBytes;
+
 double now_us(clockid_t clock) {
   timespec time{};
   clock_gettime(clock, &time);

@@ -348,12 +348,11 @@ Result<std::vector<CopyRun>> SimTransport::runs_of(const std::string& peer_name,
   if (batch.lists == 0) {
     return std::vector<CopyRun>(batch.runs.begin(), batch.runs.end());
   }
-  const std::map<ListsId, BlockGrid>& lists = self().lists[peer_name];
-  const auto found = lists.find(batch.lists);
-  if (found == lists.end() || batch.local_blocks.size() != batch.remote_blocks.size()) {
+  if (!has_lists(peer_name, batch.lists) ||
+      batch.local_blocks.size() != batch.remote_blocks.size()) {
     return Status::error("no such lists, or not as many blocks on one side as on the other");
   }
-  const BlockGrid& grid = found->second;
+  const BlockGrid& grid = self().lists.at(peer_name).at(batch.lists);
   std::vector<CopyRun> runs;
   for (std::size_t i = 0; i < batch.local_blocks.size(); ++i) {
     const auto local = static_cast<std::uint32_t>(batch.local_blocks[i]);

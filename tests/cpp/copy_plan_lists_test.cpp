@@ -12,6 +12,7 @@
 
 #include "copy_plan.h"
 #include "copy_plan_parts.h"
+#include "support/runs.h"
 
 namespace kvpush {
 namespace {
@@ -104,16 +105,7 @@ void prepare(CopyPlanner& planner, Grids& grids) {
 // In order of the local addresses, and joined where they go on.
 std::vector<CopyRun> normal(std::vector<CopyRun> runs) {
   std::ranges::sort(runs, {}, &CopyRun::local_address);
-  std::vector<CopyRun> out;
-  for (const CopyRun& run : runs) {
-    if (!out.empty() && out.back().local_address + out.back().length == run.local_address &&
-        out.back().remote_address + out.back().length == run.remote_address) {
-      out.back().length += run.length;
-    } else {
-      out.push_back(run);
-    }
-  }
-  return out;
+  return joined(runs);
 }
 
 std::vector<CopyRun> from_lists(const CopyBatch& batch, const Grids& grids) {

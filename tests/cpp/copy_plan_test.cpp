@@ -12,6 +12,7 @@
 
 #include "copy_plan_parts.h"
 #include "support/allocations.h"
+#include "support/runs.h"
 
 namespace kvpush {
 namespace {
@@ -639,20 +640,6 @@ std::vector<CopyRun> spell_out_all(const PlanParts& parts, const PlanParts::Limi
     EXPECT_LE(bytes, limits.bytes);
   }
   return all;
-}
-
-// Joins runs that follow each other on both sides, to compare plans that are cut differently.
-std::vector<CopyRun> joined(const std::vector<CopyRun>& runs) {
-  std::vector<CopyRun> out;
-  for (const CopyRun& run : runs) {
-    if (!out.empty() && out.back().local_address + out.back().length == run.local_address &&
-        out.back().remote_address + out.back().length == run.remote_address) {
-      out.back().length += run.length;
-    } else {
-      out.push_back(run);
-    }
-  }
-  return out;
 }
 
 TEST(PlanParts, PartsTogetherAreThePlan) {
